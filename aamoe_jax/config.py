@@ -1,0 +1,276 @@
+"""The only schema: one frozen dataclass per room.
+
+Every field is documented where it stands; `__post_init__` refuses what cannot work and names field, value and what is
+wanted. The library reads these objects and nothing else: no flags, no gin, no environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal, get_args
+
+BudgetNormalizer = Literal["row", "prefix"]
+Local = Literal["window", "chunk", "routed", "none"]
+MixerName = Literal["aamoe", "parallel", "all_attention"]
+Remat = Literal["none", "dots", "full"]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work. The message names the field, its value and what is wanted."""
+
+
+def _refuse(owner: Any, field: str, wanted: str) -> None:
+    raise ConfigError(f"{type(owner).__name__}.{field} = {getattr(owner, field)!r}: {wanted}")
+
+
+def _require_positive(owner: Any, *fields: str) -> None:
+    for field in fields:
+        value = getattr(owner, field)
+        if not (value > 0 and math.isfinite(value)):
+            _refuse(owner, field, "must be a positive number")
+
+
+def _require_choice(owner: Any, field: str, choices: tuple[str, ...]) -> None:
+    if getattr(owner, field) not in choices:
+        _refuse(owner, field, f"must be one of {', '.join(map(repr, choices))}")
+
+
+@dataclasses.dataclass(frozen=True)
+class BudgetConfig:
+    """How a token's share of the budget is computed (eq 8; decisions 11, 16, 21-23)."""
+
+    beta: float | tuple[float, ...] = 4.0
+    """Mean number of resources per token: B = beta * L. A tuple gives one value per layer."""
+    normalizer: BudgetNormalizer = "prefix"
+    """`row`: the paper's softmax over the whole row, which sees the future. `prefix`: over the tokens so far (causal)."""
+    slack: int = 64
+    """Pairs by which the running spend of a causal budget may exceed beta * i (the cap, decision 23)."""
+    predictor_width: int = 64
+    """Hidden width of the causal predictor that is trained beside `row` budgets."""
+    predictor_weight: float = 0.1
+    """Weight of the predictor's loss. Its inputs are stop-gradient: it never changes the model."""
+
+    def __post_init__(self) -> None:
+        betas = self.beta if isinstance(self.beta, tuple) else (self.beta,)
+        if not betas or not all(beta > 0 and math.isfinite(beta) for beta in betas):
+            _refuse(self, "beta", "must be a positive number, or one per layer")
+        _require_choice(self, "normalizer", get_args(BudgetNormalizer))
+        _require_positive(self, "predictor_width")
+        if self.slack < 0:
+            _refuse(self, "slack", "must be at least 0")
+        if self.predictor_weight < 0:
+            _refuse(self, "predictor_weight", "must be at least 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class AAMoEConfig:
+    """The AA-MoE layer: resources, router, allocation (section 2.2; decisions 03-17)."""
+
+    chunk_size: int = 64
+    """m: tokens per context chunk and key/value rows per expert."""
+    num_experts: int = 64
+    """E: 0 leaves context alone."""
+    context: Literal["routed", "none"] = "routed"
+    """`none`: no chunk of context can be chosen; experts (and the local resource) are all there is."""
+    local: Local = "window"
+    """What a token sees of its own neighbourhood: the last m tokens (`window`) or its own chunk up to itself (`chunk`)
+    as its first resource; its own chunk competing like any other (`routed`); or nothing (`none`, the paper's example)."""
+    router_rope: Literal["relative", "none"] = "relative"
+    """Rotary positions in the score of chunks."""
+    bias: Literal["log_prob", "none"] = "log_prob"
+    """`log_prob`: log P(i, j) is added to the attention scores (eq 15-16). `none` cuts the gradient to router and budget."""
+    null_slot: Literal["none", "learned"] = "none"
+    """`learned`: one zero-valued key with a learned logit per head, so that one resource alone still carries gradient."""
+    max_resources: int | None = None
+    """K_max: most resources one token can be given. None: all there are."""
+    budget: BudgetConfig = dataclasses.field(default_factory=BudgetConfig)
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "chunk_size")
+        if self.num_experts < 0:
+            _refuse(self, "num_experts", "must be at least 0")
+        _require_choice(self, "context", ("routed", "none"))
+        _require_choice(self, "local", get_args(Local))
+        _require_choice(self, "router_rope", ("relative", "none"))
+        _require_choice(self, "bias", ("log_prob", "none"))
+        _require_choice(self, "null_slot", ("none", "learned"))
+        if self.max_resources is not None and self.max_resources < 1:
+            _refuse(self, "max_resources", "must be at least 1, or None for all")
+        if self.context == "none" and self.num_experts == 0 and self.local in ("none", "routed"):
+            _refuse(self, "num_experts", "a layer without context and local resources needs at least one expert")
+        if self.context == "none" and self.local == "routed":
+            _refuse(self, "local", "the own chunk cannot be routed when context is 'none'")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Embedding, a stack of mixers, norm, logits."""
+
+    vocab_size: int = 384
+    d_model: int = 256
+    num_heads: int = 4
+    num_layers: int = 4
+    pattern: tuple[MixerName, ...] = ("aamoe",)
+    """The mixers of one period of the stack; num_layers is a multiple of its length."""
+    d_ff: int | None = None
+    """Hidden width of the feed-forward and of All-Attention's memory. None: 4 * d_model."""
+    norm: Literal["rms", "layer"] = "rms"
+    qk_norm: Literal["none", "rms"] = "rms"
+    rope_base: float = 10_000.0
+    embedding: Literal["tied", "untied"] = "tied"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations and matrix products. Parameters are float32; so are scores, budgets and softmax statistics."""
+    remat: Remat = "none"
+    """What the backward pass recomputes: nothing, all but matrix products (`dots`), or whole blocks (`full`)."""
+    kernel: Literal["reference", "xla"] | None = None
+    """Implementation of the block-sparse attention. None: the best for the device."""
+    aamoe: AAMoEConfig = dataclasses.field(default_factory=AAMoEConfig)
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "vocab_size", "d_model", "num_heads", "num_layers", "rope_base")
+        if self.d_model % self.num_heads:
+            _refuse(self, "d_model", f"must be divisible by num_heads = {self.num_heads}")
+        if self.head_dim % 2:
+            _refuse(self, "d_model", f"d_model / num_heads = {self.head_dim} must be even (rotary positions turn pairs)")
+        if not self.pattern:
+            _refuse(self, "pattern", "must name at least one mixer")
+        for name in self.pattern:
+            if name not in get_args(MixerName):
+                _refuse(self, "pattern", f"{name!r} is no mixer; there are {', '.join(get_args(MixerName))}")
+        if self.num_layers % len(self.pattern):
+            _refuse(self, "num_layers", f"must be a multiple of the pattern's length, {len(self.pattern)}")
+        if self.d_ff is not None and self.d_ff < 1:
+            _refuse(self, "d_ff", "must be at least 1, or None for 4 * d_model")
+        _require_choice(self, "norm", ("rms", "layer"))
+        _require_choice(self, "qk_norm", ("none", "rms"))
+        _require_choice(self, "embedding", ("tied", "untied"))
+        _require_choice(self, "dtype", ("float32", "bfloat16"))
+        _require_choice(self, "remat", get_args(Remat))
+        beta = self.aamoe.budget.beta
+        if isinstance(beta, tuple) and len(beta) != self.num_layers:
+            raise ConfigError(f"BudgetConfig.beta = {beta!r}: {len(beta)} values for num_layers = {self.num_layers}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def ff_width(self) -> int:
+        return self.d_ff if self.d_ff is not None else 4 * self.d_model
+
+    @property
+    def betas(self) -> tuple[float, ...]:
+        """Budget per token of each layer."""
+        beta = self.aamoe.budget.beta
+        return beta if isinstance(beta, tuple) else (beta,) * self.num_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Which text, cut how."""
+
+    mixture: tuple[tuple[str, float], ...] = (("code", 1.0),)
+    """(dataset, weight) pairs. `code`, `books`, `papers`: prepared by launch.prepare; `tfds:NAME`: the TFDS catalogue."""
+    data_dir: str = "data"
+    """Where prepared datasets lie."""
+    tokenizer: str = "bytes"
+    """`bytes` (ByT5 ids), or the path of a sentencepiece .model file."""
+    seq_len: int = 1024
+    """L: tokens per row."""
+    document_align: int = 64
+    """Documents start at multiples of this many tokens (decision 30): a multiple of the model's chunk size."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "seq_len", "document_align")
+        if not self.mixture:
+            _refuse(self, "mixture", "must name at least one dataset, such as (('code', 1.0),)")
+        for entry in self.mixture:
+            if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and entry[1] > 0):
+                _refuse(self, "mixture", "every entry is (name, weight) with a positive weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with clipping, warm-up and a schedule."""
+
+    learning_rate: float = 3e-3
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """`cosine` decay after warm-up; `wsd`: warm-up, stable, then linear decay over the last `decay_fraction` of steps."""
+    warmup_steps: int = 50
+    decay_fraction: float = 0.2
+    final_fraction: float = 0.1
+    """Learning rate at the last step, as a fraction of the peak."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    """Not applied to norms, expert rows and router embeddings (decision 29)."""
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "learning_rate", "clip_norm")
+        _require_choice(self, "schedule", ("cosine", "wsd"))
+        if self.warmup_steps < 0:
+            _refuse(self, "warmup_steps", "must be at least 0")
+        for field in ("beta1", "beta2"):
+            if not 0 <= getattr(self, field) < 1:
+                _refuse(self, field, "must be in [0, 1)")
+        for field in ("decay_fraction", "final_fraction"):
+            if not 0 <= getattr(self, field) <= 1:
+                _refuse(self, field, "must be in [0, 1]")
+        if self.weight_decay < 0:
+            _refuse(self, "weight_decay", "must be at least 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """How long, how often."""
+
+    steps: int = 1000
+    batch_size: int = 8
+    """Rows per step, over all devices."""
+    accumulate: int = 1
+    """Micro-batches per step; divides batch_size."""
+    seed: int = 0
+    log_every: int = 10
+    eval_every: int = 200
+    """Steps between evaluations on the validation split; 0: never."""
+    eval_batches: int = 8
+    checkpoint_every: int = 200
+    keep_last: int = 2
+    """Newest checkpoints kept, beside the one with the best validation loss."""
+    tensorboard: Literal["off", "on"] = "off"
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "steps", "batch_size", "accumulate", "log_every", "eval_batches", "checkpoint_every",
+                          "keep_last")
+        if self.batch_size % self.accumulate:
+            _refuse(self, "accumulate", f"must divide batch_size = {self.batch_size}")
+        if self.eval_every < 0:
+            _refuse(self, "eval_every", "must be at least 0")
+        _require_choice(self, "tensorboard", ("off", "on"))
+
+
+@dataclasses.dataclass(frozen=True)
+class ExperimentConfig:
+    """One run: the rooms together, and what must fit between them."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+
+    def __post_init__(self) -> None:
+        if "aamoe" not in self.model.pattern:
+            return
+        chunk_size = self.model.aamoe.chunk_size
+        if self.data.seq_len < chunk_size:
+            _refuse(self.data, "seq_len", f"a row must hold at least one chunk of AAMoEConfig.chunk_size = {chunk_size}")
+        if self.data.document_align % chunk_size:
+            _refuse(self.data, "document_align",
+                    f"must be a multiple of AAMoEConfig.chunk_size = {chunk_size}: documents start at chunk boundaries")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A JSON-ready nested dict of a config (tuples become lists)."""
+    return dataclasses.asdict(config)
