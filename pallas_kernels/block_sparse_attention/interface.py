@@ -1,0 +1,93 @@
+"""One function, several implementations: attention of every token over the few resources it was given."""
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels.block_sparse_attention import reference
+from pallas_kernels.block_sparse_attention.types import Attention, Pairs, Window
+
+IMPLEMENTATIONS = {
+    "reference": reference.attend,
+}
+
+
+def block_sparse_attention(
+    query: Float[Array, "T H d"],
+    query_expert: Float[Array, "T H d"],
+    key: Float[Array, "R m H d"],
+    value: Float[Array, "R m H d"],
+    pairs: Pairs,
+    *,
+    num_context: int,
+    max_pairs: int,
+    window: Window | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> Attention:
+    """Eq 16 and the softmax over it: one distribution over all keys of all resources of a token, and its window.
+
+        A[i,h,(r,j)] = scale * q[i,h] . key[r,j,h] + bias[i,r]       output[i,h] = sum softmax(A[i,h])[r,j] value[r,j,h]
+
+    T tokens (batch and length flat), K slots a token, R resources of m keys each, H heads of size d.
+
+    Args:
+      query: (rotated) meets resources below `num_context`, the context chunks, and the window.
+      query_expert: (un-rotated) meets the resources from `num_context` on, the experts.
+      key, value: the resource table: context chunks first, then experts.
+      pairs: which resources each token meets. A token may not name one resource twice.
+      num_context: how many of the resources are context chunks.
+      max_pairs: static bound on sum(pairs.count), which the caller guarantees; it bounds work and memory. Pairs past
+        it, in token order, are dropped.
+      window: adds the last m tokens as one more resource. Tokens are then the context chunks laid flat:
+        T == num_context * m and the key of token t is key[t // m, t % m]. A routed chunk that overlaps the window
+        counts its keys twice unless `pairs.visible` hides them.
+      scale: of the scores; None is d ** -0.5.
+      implementation: a name in IMPLEMENTATIONS; None picks the best for the device.
+
+    Returns:
+      `Attention`, differentiable in query, query_expert, key, value, pairs.bias and window.bias through `output` and
+      `lse`. Products in the dtype of the inputs with float32 accumulation; softmax statistics in float32.
+    """
+    name = _best_for(jax.default_backend()) if implementation is None else implementation
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(IMPLEMENTATIONS))}")
+    _check_shapes(query, query_expert, key, value, pairs, window, num_context, max_pairs)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    attend = IMPLEMENTATIONS[name]
+    return attend(
+        query, query_expert, key, value, pairs, window, num_context=num_context, max_pairs=max_pairs, scale=scale
+    )
+
+
+def _best_for(backend: str) -> str:
+    return {}.get(backend, "reference")
+
+
+def _check_shapes(query, query_expert, key, value, pairs, window, num_context, max_pairs) -> None:
+    """Refuse what cannot work, naming the argument, its value and what is wanted."""
+
+    def want(name, got, wanted):
+        if got != wanted:
+            raise ValueError(f"{name} is {got}; wanted {wanted}")
+
+    if query.ndim != 3 or key.ndim != 4:
+        raise ValueError(f"query.shape={query.shape}, key.shape={key.shape}; wanted [T, H, d] and [R, m, H, d]")
+    tokens, heads, d = query.shape
+    resources, m = key.shape[:2]
+    want("query_expert.shape", query_expert.shape, query.shape)
+    want("key.shape[2:]", key.shape[2:], (heads, d))
+    want("value.shape", value.shape, key.shape)
+    for name, x in {"query_expert": query_expert, "key": key, "value": value}.items():
+        want(f"{name}.dtype", x.dtype, query.dtype)
+    want("pairs.count.shape", pairs.count.shape, (tokens,))
+    slots = pairs.resource.shape[-1]
+    for name, x in {"resource": pairs.resource, "bias": pairs.bias, "visible": pairs.visible}.items():
+        want(f"pairs.{name}.shape", x.shape, (tokens, slots))
+    if not 0 <= num_context <= resources:
+        raise ValueError(f"num_context={num_context}; wanted 0 to {resources}, the number of resources")
+    if max_pairs < 0:
+        raise ValueError(f"max_pairs={max_pairs}; wanted a bound of at least 0")
+    if window is not None:
+        want("with a window, the number of tokens", tokens, num_context * m)
+        want("window.bias.shape", window.bias.shape, (tokens,))
+        want("window.segment.shape", window.segment.shape, (tokens,))
