@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
 from typing import Any, Literal, get_args
 
 BudgetNormalizer = Literal["row", "prefix"]
@@ -132,7 +133,9 @@ class ModelConfig:
         if self.d_model % self.num_heads:
             _refuse(self, "d_model", f"must be divisible by num_heads = {self.num_heads}")
         if self.head_dim % 2:
-            _refuse(self, "d_model", f"d_model / num_heads = {self.head_dim} must be even (rotary positions turn pairs)")
+            _refuse(
+                self, "d_model", f"d_model / num_heads = {self.head_dim} must be even (rotary positions turn pairs)"
+            )
         if not self.pattern:
             _refuse(self, "pattern", "must name at least one mixer")
         for name in self.pattern:
@@ -242,8 +245,9 @@ class TrainingConfig:
     tensorboard: Literal["off", "on"] = "off"
 
     def __post_init__(self) -> None:
-        _require_positive(self, "steps", "batch_size", "accumulate", "log_every", "eval_batches", "checkpoint_every",
-                          "keep_last")
+        _require_positive(
+            self, "steps", "batch_size", "accumulate", "log_every", "eval_batches", "checkpoint_every", "keep_last"
+        )
         if self.batch_size % self.accumulate:
             _refuse(self, "accumulate", f"must divide batch_size = {self.batch_size}")
         if self.eval_every < 0:
@@ -265,12 +269,40 @@ class ExperimentConfig:
             return
         chunk_size = self.model.aamoe.chunk_size
         if self.data.seq_len < chunk_size:
-            _refuse(self.data, "seq_len", f"a row must hold at least one chunk of AAMoEConfig.chunk_size = {chunk_size}")
+            _refuse(
+                self.data, "seq_len", f"a row must hold at least one chunk of AAMoEConfig.chunk_size = {chunk_size}"
+            )
         if self.data.document_align % chunk_size:
-            _refuse(self.data, "document_align",
-                    f"must be a multiple of AAMoEConfig.chunk_size = {chunk_size}: documents start at chunk boundaries")
+            _refuse(
+                self.data,
+                "document_align",
+                f"must be a multiple of AAMoEConfig.chunk_size = {chunk_size}: documents start at chunk boundaries",
+            )
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A JSON-ready nested dict of a config (tuples become lists)."""
+    """A JSON-ready nested dict of a config."""
     return dataclasses.asdict(config)
+
+
+def from_dict(cls: type, values: dict[str, Any]) -> Any:
+    """The inverse of `to_dict`, also after a trip through JSON, which turns tuples into lists.
+
+    Raises:
+      ConfigError: for a field that `cls` does not have, or a value that it refuses.
+    """
+    hints = typing.get_type_hints(cls)
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        raise ConfigError(f"{cls.__name__} has no field {', '.join(unknown)}")
+
+    def revive(hint: Any, value: Any) -> Any:
+        if dataclasses.is_dataclass(hint):
+            return from_dict(hint, value)
+        return _tuples(value)
+
+    return cls(**{name: revive(hints[name], value) for name, value in values.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,1 @@
+"""Mixers by name: what a stack's pattern may contain."""

@@ -1,0 +1,68 @@
+"""Which resources a token gets, and the log-probability that carries the gradient (eq 8, 10-15; decisions 14-16, 26).
+
+Shapes: b rows, L tokens per row, A resources to choose from (l chunks, then E experts), K slots per token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Allocation(NamedTuple):
+    """What every token was given. Slot k - 1 holds rank k; slots at or past `count` mean nothing."""
+
+    resource: Int[Array, "b L K"]
+    """Row's index of the resource: chunks 0..l-1, experts l..l+E-1. A local window stands as the token's own chunk."""
+    log_prob: Float[Array, "b L K"]
+    """log P(i, j_k) up to a constant of the token; 0 in unused slots."""
+    count: Int[Array, "b L"]
+    """Resources given."""
+
+
+def log_affordability(budget: Float[Array, "..."], rank: Int[Array, "..."]) -> Float[Array, "..."]:
+    """log P(i can afford its k-th item) = log sigma(B_i - k), every item at price 1 (eq 11)."""
+    return jax.nn.log_sigmoid(budget - rank)
+
+
+def top_resources(
+    scores: Float[Array, "b L A"], available: Bool[Array, "b L A"], slots: int
+) -> tuple[Float[Array, "b L K"], Int[Array, "b L K"]]:
+    """Scores and indices of the best available resources, best first, ties to the lower index (decision 14).
+
+    Unavailable resources come last, with score -inf.
+    """
+    scores = jnp.where(available, scores, -jnp.inf)
+    best, index = jax.lax.top_k(scores, slots)
+    return best, index
+
+
+def log_partition(
+    scores: Float[Array, "b L A"], available: Bool[Array, "b L A"], local: Float[Array, "b L"] | None
+) -> Float[Array, "b L"]:
+    """log sum_l exp(r_il) over all that is available (eq 14). A token's constant: it cancels in the attention softmax."""
+    scores = jnp.where(available, scores, -jnp.inf)
+    if local is not None:
+        scores = jnp.concatenate([scores, local[..., None]], axis=-1)
+    # A token with nothing available has no distribution; 0 keeps it out of gradients.
+    exists = jnp.isfinite(scores).any(-1)
+    scores = jnp.where(exists[..., None], scores, 0.0)
+    return jnp.where(exists, jax.nn.logsumexp(scores, axis=-1), 0.0)
+
+
+def allocate(
+    top_scores: Float[Array, "b L K"],
+    top_index: Int[Array, "b L K"],
+    budget: Float[Array, "b L"],
+    count: Int[Array, "b L"],
+) -> Allocation:
+    """The first `count` of the ranked resources, with log P = log sigma(B_i - k) + r (eq 15, without the partition)."""
+    rank = jnp.arange(1, top_scores.shape[-1] + 1)
+    used = rank <= count[..., None]
+    # Unused slots may hold -inf: replaced before use, so that no gradient meets it.
+    score = jnp.where(used, top_scores, 0.0)
+    log_prob = jnp.where(used, log_affordability(budget[..., None], rank) + score, 0.0)
+    return Allocation(top_index, log_prob, count)

@@ -1,0 +1,108 @@
+"""How many resources each token may spend (section 2.2; decisions 01, 11, 16, 21-23).
+
+The real-valued budget of a token is its share of B = beta * L. The number of resources that it gets is the floor; the real value
+goes into the affordability of eq 11 and carries the gradient.
+
+Shapes: b rows, L tokens per row, d width. Everything here is float32 (decision 38).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from aamoe_jax.config import BudgetConfig
+
+
+def row_budgets(
+    importance: Float[Array, "b L"], real: Bool[Array, "b L"], beta: Float[Array, ""] | float
+) -> Float[Array, "b L"]:
+    """The paper's budgets, beta * L_real * softmax(importance) over the whole row: they see the future. Padding gets 0."""
+    # A large negative number rather than -inf keeps a row of padding alone free of NaN.
+    share = jax.nn.softmax(jnp.where(real, importance, -1e30), axis=-1)
+    total = beta * real.sum(axis=-1, keepdims=True)
+    return jnp.where(real, total * share, 0.0)
+
+
+def prefix_budgets(
+    importance: Float[Array, "b L"], segment_ids: Int[Array, "b L"], beta: Float[Array, ""] | float
+) -> Float[Array, "b L"]:
+    """Causal budgets, beta * exp(s_i) / mean_{j <= i} exp(s_j), the mean running over the token's document so far."""
+    start = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    log_sum, count = _segment_cumulative_logsumexp(importance, start)
+    budget = beta * jnp.exp(importance - log_sum + jnp.log(count))
+    return jnp.where(segment_ids > 0, budget, 0.0)
+
+
+def _segment_cumulative_logsumexp(
+    x: Float[Array, "b L"], start: Bool[Array, "b L"]
+) -> tuple[Float[Array, "b L"], Float[Array, "b L"]]:
+    """log sum_{j <= i} exp(x_j) and the number of terms, both counted from the last `start`."""
+
+    def merge(left, right):
+        left_start, left_sum, left_count = left
+        right_start, right_sum, right_count = right
+        return (
+            left_start | right_start,
+            jnp.where(right_start, right_sum, jnp.logaddexp(left_sum, right_sum)),
+            jnp.where(right_start, right_count, left_count + right_count),
+        )
+
+    _, log_sum, count = jax.lax.associative_scan(merge, (start, x, jnp.ones_like(x)), axis=1)
+    return log_sum, count
+
+
+def floor_budgets(budget: Float[Array, "b L"]) -> Int[Array, "b L"]:
+    """B_i = floor(B b_i), forgiving float32 rounding (decision 16).
+
+    Without epsilon, uniform budgets lose a unit per token at some lengths; bounded by 1 / 2L it cannot push sum_i B_i past B.
+    """
+    epsilon = min(1e-4, 0.5 / budget.shape[1])
+    return jnp.floor(budget + epsilon).astype(jnp.int32)
+
+
+def cap_spending(
+    wanted: Int[Array, "b L"], real: Bool[Array, "b L"], beta: Float[Array, ""] | float, slack: int
+) -> Int[Array, "b L"]:
+    """The largest spends n_i <= wanted_i whose running sum stays within beta * i + slack at every real token (decision 23).
+
+    The rule n_i = min(wanted_i, allowance_i - sum_{j<i} n_j) unrolls to running_i = W_i + min(0, min_{j<=i} allowance_j - W_j),
+    where W is the running sum of `wanted`: a prefix computation, exact in integers.
+    """
+    index = jnp.cumsum(real, axis=1)
+    allowance = jnp.floor(beta * index + 1e-4).astype(jnp.int32) + slack
+    wanted = jnp.where(real, wanted, 0)
+    wanted_sum = jnp.cumsum(wanted, axis=1)
+    running = wanted_sum + jnp.minimum(0, jax.lax.cummin(allowance - wanted_sum, axis=1))
+    return jnp.diff(running, axis=1, prepend=0)
+
+
+class BudgetPredictor(nnx.Module):
+    """A causal guess of row budgets from the token alone (decision 22): beta * softplus(MLP(h)) / log 2, which starts at beta."""
+
+    def __init__(self, width: int, config: BudgetConfig, *, rngs: nnx.Rngs):
+        hidden = config.predictor_width
+        self.hidden_kernel = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (width, hidden)))
+        self.hidden_bias = nnx.Param(jnp.zeros(hidden))
+        self.output_kernel = nnx.Param(jnp.zeros(hidden))
+        self.output_bias = nnx.Param(jnp.zeros(()))
+
+    def __call__(self, h: Float[Array, "b L d"], beta: Float[Array, ""] | float) -> Float[Array, "b L"]:
+        """Predicted real budgets. Gradients stop at h: predicting never changes what is predicted."""
+        h = jax.lax.stop_gradient(h).astype(jnp.float32)
+        hidden = jax.nn.relu(h @ self.hidden_kernel[...] + self.hidden_bias[...])
+        logit = hidden @ self.output_kernel[...] + self.output_bias[...]
+        return beta * jax.nn.softplus(logit) / jnp.log(2.0)
+
+
+def predictor_loss(
+    predicted: Float[Array, "b L"], budget: Int[Array, "b L"], real: Bool[Array, "b L"], max_budget: int
+) -> Float[Array, ""]:
+    """Sum over tokens and k of the cross-entropy between sigma(predicted - k + 1/2) and [B_i >= k] (decision 22)."""
+    k = jnp.arange(1, max_budget + 1)
+    logit = predicted[..., None] - k + 0.5
+    affords = jax.lax.stop_gradient(budget)[..., None] >= k
+    loss = -jnp.where(affords, jax.nn.log_sigmoid(logit), jax.nn.log_sigmoid(-logit)).sum(-1)
+    return jnp.sum(jnp.where(real, loss, 0.0))

@@ -1,0 +1,51 @@
+"""Router scores r_ij of every resource for every token (eq 4; decisions 04-06).
+
+Shapes: b rows, L tokens per row, l chunks per row, E experts, d width. Everything here is float32 (decision 38).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from aamoe_jax.aamoe.resources import chunk_ends
+from aamoe_jax.config import ModelConfig
+from aamoe_jax.layers import rotary
+
+
+class Router(nnx.Module):
+    """r_ij = (W_c^T h_i, turned to position i) . (c_j, turned to the end of chunk j) / sqrt(d) for chunks of context, where c_j
+    is the h of the chunk's last token; r_il = h_i . e_l / sqrt(d) for experts.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        width = config.d_model
+        self.context_kernel = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (width, width)))
+        self.expert_embeddings = nnx.Param(jax.random.normal(rngs.params(), (config.aamoe.num_experts, width)))
+        self.chunk_size = config.aamoe.chunk_size
+        self.rope = config.aamoe.router_rope
+        self.rope_base = config.rope_base
+
+    def __call__(
+        self, h: Float[Array, "b L d"], positions: Int[Array, "b L"]
+    ) -> tuple[Float[Array, "b L l"], Float[Array, "b L E"], Float[Array, "b L"]]:
+        """Scores of the row's chunks, of the experts, and of the token's own neighbourhood.
+
+        The last is the score that a chunk ending in the token itself would have (decision 03): at equal positions the two
+        rotations cancel, so it is the plain (W_c^T h_i) . h_i / sqrt(d).
+        """
+        h = h.astype(jnp.float32)
+        scale = h.shape[-1] ** -0.5
+        query = scale * (h @ self.context_kernel[...])
+        local = jnp.sum(query * h, axis=-1)
+        experts = scale * (h @ self.expert_embeddings[...].T)
+        query, chunks = self._turn(query, positions), self._turn(h, positions)
+        chunks = chunk_ends(chunks, self.chunk_size)
+        return jnp.einsum("bid,bjd->bij", query, chunks), experts, local
+
+    def _turn(self, x: Float[Array, "b L d"], positions: Int[Array, "b L"]) -> Float[Array, "b L d"]:
+        if self.rope == "none":
+            return x
+        return rotary(x[:, :, None, :], positions, self.rope_base)[:, :, 0, :]

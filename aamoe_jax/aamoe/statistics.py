@@ -1,0 +1,126 @@
+"""What a layer spent, and on what: sums that add up over micro-batches, and the figures made of them.
+
+Every value is a sum over the real tokens of a batch (`max_budget`: the largest), so that statistics of several micro-batches combine
+exactly. In a model each has a leading axis over the AA-MoE layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from aamoe_jax.aamoe.allocation import Allocation
+from aamoe_jax.mixers.base import Statistics
+
+
+def spending(
+    allocation: Allocation,
+    mass: Float[Array, "b L K"],
+    wanted: Int[Array, "b L"],
+    real: Bool[Array, "b L"],
+    capacity: Float[Array, ""],
+    *,
+    num_chunks: int,
+    num_experts: int,
+    local_first: bool,
+) -> Statistics:
+    """Sums over one layer's allocation.
+
+    Args:
+      mass: attention mass of each slot, mean over heads.
+      wanted: floored budgets before availability, slots and cap cut them; the cut is `clipped`.
+      capacity: B summed over rows.
+      local_first: slot 0 is the local resource (a window, or the own chunk).
+    """
+    slots = allocation.resource.shape[-1]
+    used = (jnp.arange(slots) < allocation.count[..., None]) & real[..., None]
+    is_local = (jnp.arange(slots) == 0) & local_first
+    kinds = {
+        "local": used & is_local,
+        "context": used & ~is_local & (allocation.resource < num_chunks),
+        "expert": used & ~is_local & (allocation.resource >= num_chunks),
+    }
+    expert = jnp.where(kinds["expert"], allocation.resource - num_chunks, num_experts)
+    load = jnp.zeros(num_experts + 1).at[expert.reshape(-1)].add(1.0)[:num_experts]
+    result = {
+        "tokens": real.sum().astype(jnp.float32),
+        "capacity": capacity,
+        "clipped": jnp.where(real, wanted - allocation.count, 0).sum().astype(jnp.float32),
+        "zero": (real & (allocation.count == 0)).sum().astype(jnp.float32),
+        "one": (real & (allocation.count == 1)).sum().astype(jnp.float32),
+        "max_budget": allocation.count.max().astype(jnp.float32),
+        "expert_load": load,
+    }
+    for kind, member in kinds.items():
+        result[f"pairs_{kind}"] = member.sum().astype(jnp.float32)
+        result[f"mass_{kind}"] = jnp.where(member, mass, 0.0).sum()
+    return jax.lax.stop_gradient(result)
+
+
+def prediction(predicted: Float[Array, "b L"], guess: Int[Array, "b L"], budget: Int[Array, "b L"],
+               real: Bool[Array, "b L"]) -> Statistics:  # fmt: skip
+    """How well the predictor's budgets (real and floored) match the row's (decision 22)."""
+    error = jnp.abs(guess - budget)
+    sums = {
+        "predictor_exact": error == 0,
+        "predictor_within_one": error <= 1,
+        "predictor_error": error,
+        "predictor_total": predicted,
+    }
+    return jax.lax.stop_gradient(
+        {name: jnp.where(real, value, 0).sum().astype(jnp.float32) for name, value in sums.items()}
+    )
+
+
+def combine(left: Statistics, right: Statistics) -> Statistics:
+    """Statistics of two micro-batches together."""
+    return {
+        name: jnp.maximum(left[name], right[name]) if name == "max_budget" else left[name] + right[name]
+        for name in left
+    }
+
+
+def summarize(statistics: Statistics) -> dict[str, Any]:
+    """Figures per layer, on the host: lists with one float per AA-MoE layer.
+
+    Shares are of pairs and of attention mass; `utilisation` is pairs over B; `expert_entropy` is that of the expert load over its
+    maximum log E (1: all experts equally used); `dead_experts` the share of experts that nobody chose.
+    """
+    if not statistics:
+        return {}
+    s = {name: np.asarray(value, np.float64) for name, value in statistics.items()}
+    tokens = np.maximum(s["tokens"], 1)
+    pairs = sum(s[f"pairs_{kind}"] for kind in ("local", "context", "expert"))
+    mass = sum(s[f"mass_{kind}"] for kind in ("local", "context", "expert"))
+    result = {
+        "spent": pairs / tokens,
+        "utilisation": pairs / np.maximum(s["capacity"], 1),
+        "zero_budget": s["zero"] / tokens,
+        "one_budget": s["one"] / tokens,
+        "max_budget": s["max_budget"],
+        "clip_rate": s["clipped"] / np.maximum(pairs + s["clipped"], 1),
+    }
+    for kind in ("local", "context", "expert"):
+        result[f"pairs_{kind}"] = s[f"pairs_{kind}"] / np.maximum(pairs, 1)
+        result[f"mass_{kind}"] = s[f"mass_{kind}"] / np.maximum(mass, 1e-9)
+    result |= _expert_use(s["expert_load"])
+    if "predictor_exact" in s:
+        result["predictor_exact"] = s["predictor_exact"] / tokens
+        result["predictor_within_one"] = s["predictor_within_one"] / tokens
+        result["predictor_error"] = s["predictor_error"] / tokens
+        result["predictor_total"] = s["predictor_total"] / np.maximum(s["capacity"], 1)
+    return {name: value.tolist() for name, value in result.items()}
+
+
+def _expert_use(load: np.ndarray) -> dict[str, np.ndarray]:
+    """Entropy and dead share of expert loads [layers, E]; without experts there is nothing to say."""
+    experts = load.shape[-1]
+    if experts == 0:
+        return {}
+    share = load / np.maximum(load.sum(-1, keepdims=True), 1)
+    entropy = -np.sum(share * np.log(np.where(share > 0, share, 1)), axis=-1)
+    return {"expert_entropy": entropy / np.log(max(experts, 2)), "dead_experts": np.mean(load == 0, axis=-1)}

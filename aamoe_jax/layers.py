@@ -1,0 +1,98 @@
+"""What all mixers share: norms, projections, rotary positions.
+
+Shapes: b rows, L tokens per row, d width, H heads, k = d / H.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from aamoe_jax.config import ModelConfig
+
+
+class Norm(nnx.Module):
+    """RMSNorm, or LayerNorm when `kind` is "layer"; statistics in float32, a learned scale, no bias."""
+
+    def __init__(self, width: int, kind: str):
+        self.scale = nnx.Param(jnp.ones(width))
+        self.kind = kind
+
+    def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        x32 = x.astype(jnp.float32)
+        if self.kind == "layer":
+            x32 = x32 - x32.mean(-1, keepdims=True)
+        x32 = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + 1e-6)
+        return (x32 * self.scale[...]).astype(x.dtype)
+
+
+class Projection(nnx.Module):
+    """x W with W ~ N(0, gain^2 / width_in), multiplied in the type of x."""
+
+    def __init__(self, width_in: int, width_out: int, *, rngs: nnx.Rngs, gain: float = 1.0):
+        scale = gain * width_in**-0.5
+        self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (width_in, width_out)))
+
+    def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:
+        return x @ self.kernel[...].astype(x.dtype)
+
+
+def residual_gain(config: ModelConfig) -> float:
+    """Shrinks what each block adds at the start, so that the residual stream keeps its size whatever the depth."""
+    return config.num_layers**-0.5
+
+
+def split_heads(x: Float[Array, "*batch d"], num_heads: int) -> Float[Array, "*batch H k"]:
+    """Rows split contiguously into heads (decision 11)."""
+    return x.reshape(*x.shape[:-1], num_heads, x.shape[-1] // num_heads)
+
+
+def merge_heads(x: Float[Array, "*batch H k"]) -> Float[Array, "*batch d"]:
+    """The inverse of `split_heads`."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def rotary(x: Float[Array, "*batch H k"], positions: Int[Array, "*batch"], base: float) -> Float[Array, "*batch H k"]:
+    """Rotary position embedding: the pair (x_n, x_{n + k/2}) is turned by the angle position * base^(-2n/k).
+
+    Dot products of two rotated vectors depend on the difference of their positions alone.
+    """
+    half = x.shape[-1] // 2
+    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[..., None, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class QueryKeyValue(nnx.Module):
+    """The projections W^Q, W^K, W^V, with RMS norms on query and key heads when the config asks (`qk_norm`)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        width = config.d_model
+        self.query = Projection(width, width, rngs=rngs)
+        self.key = Projection(width, width, rngs=rngs)
+        self.value = Projection(width, width, rngs=rngs)
+        self.num_heads = config.num_heads
+        self.qk_norm = config.qk_norm
+        if config.qk_norm == "rms":
+            self.query_norm = Norm(config.head_dim, "rms")
+            self.key_norm = Norm(config.head_dim, "rms")
+
+    def __call__(
+        self, h: Float[Array, "b L d"]
+    ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L H k"], Float[Array, "b L H k"]]:
+        """Queries and keys (normed, not yet rotated) and values of every token."""
+        query = split_heads(self.query(h), self.num_heads)
+        key = split_heads(self.key(h), self.num_heads)
+        value = split_heads(self.value(h), self.num_heads)
+        if self.qk_norm == "rms":
+            query = self.query_norm(query)
+        return query, self.norm_key(key), value
+
+    def norm_key(self, key: Float[Array, "*batch H k"]) -> Float[Array, "*batch H k"]:
+        """The norm that keys of tokens and of experts share."""
+        return self.key_norm(key) if self.qk_norm == "rms" else key

@@ -1,0 +1,45 @@
+"""What a mixer is given, and what it returns.
+
+A mixer is a module with `__call__(h, context) -> (output, statistics)`: h [b, L, d] is the normed input of the block, output
+[b, L, d] is added to the residual stream, statistics is a flat dict of arrays (empty for dense mixers).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+BudgetMode = Literal["row", "prefix", "predictor"]
+Detail = Literal["sums", "tokens"]
+Statistics = dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """The batch around the activations, the same for every layer but for `beta`."""
+
+    segment_ids: Int[Array, "b L"]
+    """Documents of a row, counted from 1; 0 is padding. Tokens see their own document alone."""
+    positions: Int[Array, "b L"]
+    """Position of a token in its document."""
+    budget: BudgetMode
+    """Which budgets AA-MoE layers use: the row's, the prefix's, or the predictor's (under the cap)."""
+    beta: Float[Array, ""] | float
+    """Mean number of resources per token in this layer."""
+    detail: Detail = "sums"
+    """`tokens` adds per-token arrays to the statistics."""
+
+    @property
+    def real(self) -> Bool[Array, "b L"]:
+        """Tokens that are not padding."""
+        return self.segment_ids > 0
+
+
+def causal_mask(segment_ids: Int[Array, "b L"]) -> Bool[Array, "b L L"]:
+    """mask[b, i, j]: token i may see token j, which is not later and of the same document."""
+    length = segment_ids.shape[1]
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    return causal & (segment_ids[:, :, None] == segment_ids[:, None, :])

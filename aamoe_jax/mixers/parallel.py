@@ -1,0 +1,49 @@
+"""The parallel transformer layer (eq 1): multi-head attention and feed-forward side by side on the same input."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from aamoe_jax.config import ModelConfig
+from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotary
+from aamoe_jax.mixers.base import Context, Statistics, causal_mask
+
+
+class FeedForward(nnx.Module):
+    """FF(x) = V ReLU(x K) with K, V of d x d_ff and no bias."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.key = Projection(config.d_model, config.ff_width, rngs=rngs)
+        self.value = Projection(config.ff_width, config.d_model, rngs=rngs, gain=residual_gain(config))
+
+    def __call__(self, h: Float[Array, "b L d"]) -> Float[Array, "b L d"]:
+        return self.value(jax.nn.relu(self.key(h)))
+
+
+class CausalAttention(nnx.Module):
+    """Multi-head causal attention over the token's own document: W^O [head_1; ...; head_H]."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.qkv = QueryKeyValue(config, rngs=rngs)
+        self.output = Projection(config.d_model, config.d_model, rngs=rngs, gain=residual_gain(config))
+        self.rope_base = config.rope_base
+
+    def __call__(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b L d"]:
+        query, key, value = self.qkv(h)
+        query = rotary(query, context.positions, self.rope_base)
+        key = rotary(key, context.positions, self.rope_base)
+        heads = jax.nn.dot_product_attention(query, key, value, mask=causal_mask(context.segment_ids)[:, None])
+        return self.output(merge_heads(heads))
+
+
+class ParallelLayer(nnx.Module):
+    """MHA(h) + FF(h), where h is the normed input."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.attention = CausalAttention(config, rngs=rngs)
+        self.feed_forward = FeedForward(config, rngs=rngs)
+
+    def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
+        return self.attention(h, context) + self.feed_forward(h), {}

@@ -1,0 +1,142 @@
+"""The language model: embed -> blocks -> norm -> logits. A stack is a repeated pattern of mixers.
+
+Shapes: b rows, L tokens per row, d width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from aamoe_jax.config import ModelConfig
+from aamoe_jax.layers import Norm
+from aamoe_jax.mixers.base import BudgetMode, Context, Detail, Statistics
+from aamoe_jax.mixers.registry import build_mixer
+
+REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Block(nnx.Module):
+    """x + mixer(norm(x)), the residual block of every mixer (decision 19)."""
+
+    def __init__(self, name: str, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.norm = Norm(config.d_model, config.norm)
+        self.mixer = build_mixer(name, config, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
+        output, statistics = self.mixer(self.norm(x), context)
+        return x + output, statistics
+
+
+class Period(nnx.Module):
+    """One pass through the pattern of mixers."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.blocks = nnx.Dict(
+            {f"{index}_{name}": Block(name, config, rngs=rngs) for index, name in enumerate(config.pattern)}
+        )
+
+    def __call__(
+        self, x: Float[Array, "b L d"], context: Context, betas: Float[Array, "p"]
+    ) -> tuple[Float[Array, "b L d"], tuple[Statistics, ...]]:
+        collected = []
+        for beta, block in zip(betas, self.blocks.values(), strict=True):
+            x, statistics = block(x, dataclasses.replace(context, beta=beta))
+            collected.append(statistics)
+        return x, tuple(collected)
+
+
+def stacked_periods(config: ModelConfig, *, rngs: nnx.Rngs) -> Period:
+    """All periods of the stack in one module: every parameter has a leading axis over them."""
+    repeats = config.num_layers // len(config.pattern)
+    keys = jax.random.split(rngs.params(), repeats)
+    params = jax.vmap(lambda key: nnx.state(Period(config, rngs=nnx.Rngs(key))))(keys)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Period(config, rngs=nnx.Rngs(0))))
+    return nnx.merge(graphdef, params)
+
+
+class LanguageModel(nnx.Module):
+    """Tokens in, logits and statistics out."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        shape = (config.vocab_size, config.d_model)
+        # Scaled up by sqrt(d) on the way in, so that one table serves both ends: unit activations, unit logits.
+        self.embedding = nnx.Param(config.d_model**-0.5 * jax.random.normal(rngs.params(), shape))
+        self.periods = stacked_periods(config, rngs=rngs)
+        self.norm = Norm(config.d_model, config.norm)
+        if config.embedding == "untied":
+            self.readout = nnx.Param(config.d_model**-0.5 * jax.random.normal(rngs.params(), shape))
+
+    def __call__(
+        self,
+        tokens: Int[Array, "b L"],
+        segment_ids: Int[Array, "b L"] | None = None,
+        positions: Int[Array, "b L"] | None = None,
+        *,
+        budget: BudgetMode | None = None,
+        detail: Detail = "sums",
+    ) -> tuple[Float[Array, "b L V"], Statistics]:
+        """Next-token logits (float32) and the statistics of the AA-MoE layers, each with a leading axis over them.
+
+        Args:
+          segment_ids: documents of each row, counted from 1, 0 for padding. None: each row is one document.
+          positions: position of every token in its document. None: 0, 1, 2, ...
+          budget: `row`, `prefix` or `predictor`; None: as the model was configured to train.
+          detail: `tokens` adds `spent` and `budget` [layers, b, L] to the statistics.
+        """
+        context = Context(
+            segment_ids=jnp.ones_like(tokens) if segment_ids is None else segment_ids,
+            positions=jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if positions is None else positions,
+            budget=self.config.aamoe.budget.normalizer if budget is None else budget,
+            beta=0.0,  # every layer puts in its own
+            detail=detail,
+        )
+        table = self.embedding[...]
+        x = (table[tokens] * self.config.d_model**0.5).astype(self.config.dtype)
+        x, statistics = self._run_periods(x, context)
+        readout = table if self.config.embedding == "tied" else self.readout[...]
+        x = self.norm(x)
+        logits = jnp.einsum("bld,vd->blv", x, readout.astype(x.dtype), preferred_element_type=jnp.float32)
+        return logits, statistics
+
+    def _run_periods(self, x: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
+        """All blocks in order, one period per step of a scan: compiled once, whatever the depth."""
+        graphdef, params = nnx.split(self.periods)
+
+        def body(x: Array, inputs: tuple[Any, Array]) -> tuple[Array, tuple[Statistics, ...]]:
+            params, betas = inputs
+            return nnx.merge(graphdef, params)(x, context, betas)
+
+        if self.config.remat != "none":
+            body = jax.checkpoint(body, policy=REMAT_POLICIES[self.config.remat])
+        betas = jnp.asarray(self.config.betas, jnp.float32).reshape(-1, len(self.config.pattern))
+        x, collected = jax.lax.scan(body, x, (params, betas))
+        return x, _in_layer_order([statistics for statistics in collected if statistics])
+
+
+def _in_layer_order(collected: list[Statistics]) -> Statistics:
+    """Statistics of the AA-MoE layers of a period, each [periods, ...], as one dict of [layers, ...]."""
+    if not collected:
+        return {}
+    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *collected)
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stack)
+
+
+def split(model: LanguageModel) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    """The model's structure, and its parameters as a nested dict of arrays under this project's own path names."""
+    graphdef, params = nnx.split(model)
+    return graphdef, nnx.to_pure_dict(params)
+
+
+def merge(graphdef: nnx.GraphDef, params: dict[str, Any]) -> LanguageModel:
+    """The model again, from what `split` gave."""
+    return nnx.merge(graphdef, nnx.State(params))
