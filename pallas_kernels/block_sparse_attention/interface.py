@@ -3,11 +3,12 @@
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.block_sparse_attention import reference
+from pallas_kernels.block_sparse_attention import reference, xla
 from pallas_kernels.block_sparse_attention.types import Attention, Pairs, Window
 
 IMPLEMENTATIONS = {
     "reference": reference.attend,
+    "xla": xla.attend,
 }
 
 
@@ -60,7 +61,7 @@ def block_sparse_attention(
 
 
 def _best_for(backend: str) -> str:
-    return {}.get(backend, "reference")
+    return {}.get(backend, "xla")
 
 
 def _check_shapes(query, query_expert, key, value, pairs, window, num_context, max_pairs) -> None:

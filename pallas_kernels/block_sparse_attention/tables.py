@@ -1,0 +1,85 @@
+"""From an allocation to tiles: the (token, resource) pairs sorted by resource, padded to whole tiles per resource.
+
+Every implementation reads the same tables. Pairs are numbered token by token, so a slot finds its pair by arithmetic
+and never by a scatter; tiles name pairs, in order of resource and then of token.
+
+Shapes: T tokens, K slots, R resources, P pairs (static bound), N tiles (static bound), t rows a tile.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+INT32_MAX = 2**31 - 1
+
+
+class Tables(NamedTuple):
+    """Integers only; a padding row of a tile names pair P, a pair past the last one names token T."""
+
+    pair: Int[Array, "N t"]  # the pairs of every tile; padding rows come last
+    resource: Int[Array, "N"]  # the resource that all pairs of the tile share
+    tiles: Int[Array, ""]  # how many tiles hold a pair; they come first
+    token: Int[Array, "P"]  # the token of every pair; ascending
+    first: Int[Array, "T"]  # the number of a token's first pair; slot k of the token is pair first + k
+    count: Int[Array, "T"]  # how many pairs a token has
+
+
+def build(
+    resource: Int[Array, "T K"],
+    count: Int[Array, "T"],
+    *,
+    num_resources: int,
+    max_pairs: int,
+    tile: int,
+    group: int = 1,
+) -> Tables:
+    """Number the pairs, sort them by resource and cut every resource's run into tiles of `tile` rows.
+
+    The static bound on tiles is rounded up to a multiple of `group`, for loops that take several tiles a step.
+    """
+    last = jnp.cumsum(count, dtype=jnp.int32)
+    first = last - count
+    # Pairs past the static bound are dropped with the last tokens: what an earlier token gets never depends on them.
+    count = jnp.clip(max_pairs - first, 0, count)
+    token = jnp.repeat(jnp.arange(len(count), dtype=jnp.int32), count, total_repeat_length=max_pairs)
+    token = jnp.where(jnp.arange(max_pairs) < last[-1], token, len(count))
+    partial = Tables(None, None, None, token, first, count)
+    order, start = _sort(from_slots(resource, partial, fill=num_resources), num_resources)
+
+    tiles_R = -(-jnp.diff(start) // tile)
+    tile_end_R = jnp.cumsum(tiles_R, dtype=jnp.int32)
+    bound = -(-max_pairs // tile) + min(num_resources, max_pairs)
+    n = jnp.arange(-(-bound // group) * group, dtype=jnp.int32)
+    resource_N = jnp.searchsorted(tile_end_R, n, side="right").astype(jnp.int32).clip(max=num_resources - 1)
+    row_N = start[resource_N] + (n - (tile_end_R - tiles_R)[resource_N]) * tile
+    row_Nt = row_N[:, None] + jnp.arange(tile, dtype=jnp.int32)
+    pair = jnp.where(row_Nt < start[resource_N + 1][:, None], order.at[row_Nt].get(mode="clip"), max_pairs)
+    return partial._replace(pair=pair, resource=resource_N, tiles=tile_end_R[-1])
+
+
+def _sort(resource_P: Int[Array, "P"], num_resources: int) -> tuple[Int[Array, "P"], Int[Array, "R1"]]:
+    """Pairs in order of (resource, pair), and where in that order every resource starts (R + 1 numbers)."""
+    pairs = len(resource_P)
+    number = jnp.arange(pairs, dtype=jnp.int32)
+    bounds = jnp.arange(num_resources + 1, dtype=jnp.int32)
+    if (num_resources + 1) * pairs > INT32_MAX:
+        resource_P, order = jax.lax.sort_key_val(resource_P, number, is_stable=True)
+        return order, jnp.searchsorted(resource_P, bounds).astype(jnp.int32)
+    # One integer carries both: a single-operand sort is several times faster than a stable sort of two.
+    key = jnp.sort(resource_P * pairs + number)
+    return key % pairs, jnp.searchsorted(key, bounds * pairs).astype(jnp.int32)
+
+
+def from_slots(x_TK: Shaped[Array, "T K"], tables: Tables, fill: float) -> Shaped[Array, "P"]:
+    """The value of every pair's slot; `fill` past the last pair."""
+    number = jnp.arange(len(tables.token), dtype=jnp.int32)
+    slot = number - tables.first.at[tables.token].get(mode="clip")
+    return x_TK.at[tables.token, slot].get(mode="fill", fill_value=fill)
+
+
+def to_slots(x_P: Shaped[Array, "P"], tables: Tables, slots: int) -> Shaped[Array, "T K"]:
+    """The value of every slot's pair; 0 at unused slots."""
+    k = jnp.arange(slots, dtype=jnp.int32)
+    return jnp.where(k < tables.count[:, None], x_P.at[tables.first[:, None] + k].get(mode="clip"), 0)
