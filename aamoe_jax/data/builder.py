@@ -1,0 +1,190 @@
+"""Writes a corpus as a token stream: a TFDS dataset in array_record, read and written without TensorFlow.
+
+The stream of a split is its documents one after the other, each ended by eos and padded to a multiple of
+`document_align`, so that documents start where chunks start (decision 30). It is cut into records of `block` uint16.
+Tokenizing happens here, once: sentencepiece does 1 MB/s, which no loader could hide.
+"""
+
+import contextlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow_datasets as tfds
+from jaxtyping import UInt16
+
+from aamoe_jax.config import DataConfig
+from aamoe_jax.data import catalogue, fetch
+from aamoe_jax.data.corpora import SPLITS, Corpus, Split, Survey, builtin_corpus, survey
+from aamoe_jax.data.errors import DataError
+from aamoe_jax.data.stream import VERSION, prepare_command, read_metadata, stream_dir, stream_name
+from aamoe_jax.data.tokenizers import Tokenizer, load_tokenizer
+
+TARGET_BLOCK = 4096
+"""Tokens per record, about: 8 KiB, where reading one record costs what opening it costs."""
+
+
+class _LocalInfo(tfds.core.DatasetInfo):
+    """TFDS looks for the description of an unknown dataset in a Google bucket; this one is known to be local."""
+
+    def initialize_from_bucket(self) -> None:
+        pass
+
+
+class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """One corpus through one tokenizer. Not in the TFDS registry: it is built here and read from its folder."""
+
+    VERSION = tfds.core.Version(VERSION)
+
+    def __init__(self, *, corpus: Corpus, found: Survey, tokenizer: Tokenizer, document_align: int, data_dir: str):
+        self._corpus, self._found, self._tokenizer = corpus, found, tokenizer
+        self._align = document_align
+        self._block = document_align * max(1, TARGET_BLOCK // document_align)
+        name = stream_name(corpus.name, tokenizer, document_align)
+        config = tfds.core.BuilderConfig(name=name, description=corpus.description)
+        super().__init__(data_dir=data_dir, config=config, file_format="array_record")
+
+    def _info(self) -> _LocalInfo:
+        return _LocalInfo(
+            builder=self,
+            description="Documents as one stream of tokens, in records of raw uint16.",
+            # Text stores bytes untouched; tensor features decode several times slower.
+            features=tfds.features.FeaturesDict({"tokens": tfds.features.Text()}),
+            disable_shuffling=True,  # the order of records is the stream
+            license=self._corpus.licence,
+            metadata=tfds.core.MetadataDict(
+                corpus=self._corpus.name,
+                description=self._corpus.description,
+                licence=self._corpus.licence,
+                corpus_digest=self._found.digest,
+                tokenizer=self._tokenizer.name,
+                tokenizer_digest=self._tokenizer.digest,
+                vocab_size=self._tokenizer.vocab_size,
+                eos_id=self._tokenizer.eos_id,
+                pad_id=self._tokenizer.pad_id,
+                document_align=self._align,
+                block=self._block,
+                dtype="uint16",
+                documents=self._found.documents,
+                bytes=self._found.bytes,
+                # Filled while the records are written, before TFDS writes this.
+                tokens={},
+                length={},
+            ),
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, dict[str, bytes]]]]:
+        del dl_manager  # everything is local by now
+        return {split: self._generate_examples(split) for split in SPLITS}
+
+    def _generate_examples(self, split: Split) -> Iterator[tuple[int, dict[str, bytes]]]:
+        for number, block in enumerate(self._blocks(split)):
+            yield number, {"tokens": block.tobytes()}
+
+    def _blocks(self, split: Split) -> Iterator[UInt16[np.ndarray, "block"]]:
+        """The stream of a split, record by record; counts its tokens into the metadata."""
+        rest = np.empty(0, np.uint16)
+        tokens = start = length = 0
+        for name, text in self._corpus.read(split):
+            if name in self._found.dropped:
+                continue
+            document = self._document(text)
+            tokens += len(document)
+            length = start + len(document)
+            start = length + -length % self._align
+            rest = np.concatenate([rest, document, self._padding(start - length)])
+            whole = len(rest) // self._block * self._block
+            yield from rest[:whole].reshape(-1, self._block)
+            rest = rest[whole:]
+        if len(rest):
+            yield np.concatenate([rest, self._padding(self._block - len(rest))])
+        self.info.metadata["tokens"][split] = tokens
+        self.info.metadata["length"][split] = length  # up to the last eos
+
+    def _document(self, text: bytes) -> UInt16[np.ndarray, "n"]:
+        return np.append(self._tokenizer.encode(text), np.uint16(self._tokenizer.eos_id))
+
+    def _padding(self, count: int) -> UInt16[np.ndarray, "count"]:
+        return np.full(count, self._tokenizer.pad_id, np.uint16)
+
+
+def prepare(
+    corpus: Corpus, *, data_dir: str, tokenizer: Tokenizer, document_align: int, existing: str = "keep"
+) -> dict[str, Any]:
+    """Writes the token stream of a corpus below `data_dir` unless it is there. Returns its metadata.
+
+    The folder appears in one rename when all of it is written, so a prepare that was killed leaves nothing that looks
+    finished.
+
+    Args:
+      existing: "keep" a finished dataset of the same corpus, or "replace" it.
+
+    Raises:
+      DataError: the corpus has an empty split, or a finished dataset was made from another state of the corpus.
+    """
+    found = survey(corpus)
+    for split, count in found.documents.items():
+        if count == 0:
+            raise DataError(f"{corpus.name}: no documents for the split {split!r} ({corpus.description})")
+    directory = stream_dir(data_dir, corpus.name, tokenizer, document_align)
+    if existing == "keep" and directory.is_dir():
+        return _same_corpus(directory, found)
+    tfds.disable_progress_bar()
+    builder = TokenStream(
+        corpus=corpus, found=found, tokenizer=tokenizer, document_align=document_align, data_dir=data_dir
+    )
+    mode = (
+        tfds.GenerateMode.REUSE_CACHE_IF_EXISTS if existing == "replace" else tfds.GenerateMode.REUSE_DATASET_IF_EXISTS
+    )
+    settings = tfds.download.DownloadConfig(download_mode=mode, try_download_gcs=False)
+    try:
+        # TFDS prints that it downloads something, which is not so.
+        with contextlib.redirect_stdout(io.StringIO()):
+            builder.download_and_prepare(download_config=settings)
+    except OSError:
+        # Two programs that prepare the same dataset at once: the second rename finds the first one's folder.
+        if existing == "replace" or not directory.is_dir():
+            raise
+    return read_metadata(directory)
+
+
+def _same_corpus(directory: Path, found: Survey) -> dict[str, Any]:
+    metadata = read_metadata(directory)
+    if metadata["corpus_digest"] != found.digest:
+        raise DataError(
+            f"{directory} holds another state of the corpus: its digest is {metadata['corpus_digest']}, the corpus "
+            f"now has {found.digest} (another Python, or changed files). Pass --existing=replace, or another --data_dir"
+        )
+    return metadata
+
+
+def open_corpus(name: str, *, data_dir: str, catalogue_dir: str | None = None) -> Corpus:
+    """The corpus that a mixture entry names; fetches `books` and `papers` on first use.
+
+    Args:
+      catalogue_dir: where datasets of the TFDS catalogue lie; None: in `data_dir`.
+    """
+    if name.startswith(catalogue.PREFIX):
+        return catalogue.catalogue_corpus(name, catalogue_dir or data_dir)
+    cache_dir = Path(data_dir) / "downloads"
+    corpus = builtin_corpus(name, cache_dir)
+    fetch.fetch(name, cache_dir)
+    return corpus
+
+
+def ensure_prepared(config: DataConfig) -> None:
+    """Prepares `code` where it is missing, since it needs no download. Whatever else is missing is an error.
+
+    Raises:
+      DataError: with the command that prepares the missing dataset.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    for name, _ in config.mixture:
+        if stream_dir(config.data_dir, name, tokenizer, config.document_align).is_dir():
+            continue
+        if name != "code":
+            raise DataError(f"{name} is not prepared in {config.data_dir!r}: run `{prepare_command(config, name)}`")
+        corpus = open_corpus(name, data_dir=config.data_dir)
+        prepare(corpus, data_dir=config.data_dir, tokenizer=tokenizer, document_align=config.document_align)
