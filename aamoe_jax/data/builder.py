@@ -7,6 +7,7 @@ Tokenizing happens here, once: sentencepiece does 1 MB/s, which no loader could 
 
 import contextlib
 import io
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,11 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         name = stream_name(corpus.name, tokenizer, document_align)
         config = tfds.core.BuilderConfig(name=name, description=corpus.description)
         super().__init__(data_dir=data_dir, config=config, file_format="array_record")
+
+    def _create_builder_config(self, builder_config: tfds.core.BuilderConfig, version: Any) -> tfds.core.BuilderConfig:
+        """TFDS warns of every configuration that is not a constant of the class."""
+        del version
+        return builder_config
 
     def _info(self) -> _LocalInfo:
         return _LocalInfo(
@@ -140,9 +146,9 @@ def prepare(
     )
     settings = tfds.download.DownloadConfig(download_mode=mode, try_download_gcs=False)
     try:
-        # TFDS prints that it downloads something, which is not so.
-        with contextlib.redirect_stdout(io.StringIO()):
-            builder.download_and_prepare(download_config=settings)
+        # TFDS prints that it downloads something and makes a folder for it. It downloads nothing.
+        with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as downloads:
+            builder.download_and_prepare(download_config=settings, download_dir=downloads)
     except OSError:
         # Two programs that prepare the same dataset at once: the second rename finds the first one's folder.
         if existing == "replace" or not directory.is_dir():
@@ -168,7 +174,7 @@ def open_corpus(name: str, *, data_dir: str, catalogue_dir: str | None = None) -
     """
     if name.startswith(catalogue.PREFIX):
         return catalogue.catalogue_corpus(name, catalogue_dir or data_dir)
-    cache_dir = Path(data_dir) / "downloads"
+    cache_dir = Path(data_dir) / "fetched"
     corpus = builtin_corpus(name, cache_dir)
     fetch.fetch(name, cache_dir)
     return corpus

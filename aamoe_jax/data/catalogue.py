@@ -45,13 +45,13 @@ def _documents(dataset: str, tfds_dir: str, split: Split) -> Iterator[tuple[str,
 
 
 def _open(dataset: str, tfds_dir: str, split: Split) -> Any:
-    command = f"tfds build {dataset} --file_format=array_record --data_dir={tfds_dir}"
+    # Without a format TFDS looks for its default, which only TensorFlow reads.
+    settings = {"file_format": "array_record"}
     try:
-        return tfds.data_source(dataset, split=split, data_dir=tfds_dir, download=False)
-    except AssertionError as error:
+        return tfds.data_source(dataset, split=split, data_dir=tfds_dir, download=False, builder_kwargs=settings)
+    except (AssertionError, KeyError, NotImplementedError, ValueError) as error:  # absent, or in another format
         raise DataError(
-            f"tfds:{dataset} is not prepared in {tfds_dir!r}. Prepare it where there is network (and TensorFlow, for "
-            f"pg19): `{command}`, and name the folder with --tfds_dir"
+            f"tfds:{dataset} is not there as array_record in {tfds_dir!r}: {str(error).splitlines()[0]}. Prepare it "
+            "where there is network (and TensorFlow, for pg19) with `tfds build "
+            f"{dataset} --file_format=array_record --data_dir=DIR`, and name DIR with --tfds_dir"
         ) from error
-    except NotImplementedError as error:
-        raise DataError(f"tfds:{dataset} in {tfds_dir!r} is no array_record ({error}): `{command}`") from error

@@ -7,6 +7,7 @@ parameters, and no reproduction of anybody's numbers on large corpora.
 import dataclasses
 import glob
 import hashlib
+import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -108,14 +109,22 @@ _OF_THIS_MACHINE = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 
 def _code(split: Split) -> Iterator[tuple[str, bytes]]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if _NOT_CODE.intersection(relative.parts) or path.name.startswith(_OF_THIS_MACHINE):
-            continue
-        name = relative.as_posix()
+    root = sysconfig.get_paths()["stdlib"]
+    for path in sorted(_source_files(root)):
+        name = Path(path).relative_to(root).as_posix()
         if _split_by_hash(name) == split:
-            yield name, path.read_bytes()
+            yield name, Path(path).read_bytes()
+
+
+def _source_files(root: str) -> Iterator[str]:
+    for folder, subfolders, files in os.walk(root):
+        # Pruned while walking: site-packages is often the larger part.
+        subfolders[:] = [name for name in subfolders if name not in _NOT_CODE]
+        yield from (
+            os.path.join(folder, name)
+            for name in files
+            if name.endswith(".py") and not name.startswith(_OF_THIS_MACHINE)
+        )
 
 
 def _split_by_hash(name: str) -> Split:

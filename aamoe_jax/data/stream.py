@@ -56,8 +56,8 @@ def _prepared_dir(config: DataConfig, name: str) -> Path:
         there = sorted(path.parent.name for path in Path(config.data_dir).glob(f"{_FOLDER}/*/{VERSION}"))
         raise DataError(
             f"dataset {name!r} is not prepared in DataConfig.data_dir = {config.data_dir!r} for tokenizer "
-            f"{config.tokenizer!r} and document_align = {config.document_align}: run `{prepare_command(config, name)}`. "
-            f"Prepared there: {', '.join(there) or 'nothing'}"
+            f"{config.tokenizer!r} and document_align = {config.document_align}: run "
+            f"`{prepare_command(config, name)}`. Prepared there: {', '.join(there) or 'nothing'}"
         )
     return directory
 

