@@ -1,0 +1,352 @@
+"""Binds gin to the dataclasses of aamoe_jax/config.py, and to nothing else.
+
+gin-config's own parser reads the text: bindings, blocks, macros (`width = 256`, `%width`) and `include`. What a binding
+may name and hold is decided here, statement by statement, so that every complaint can say where it stands. gin's global
+registry is not used: it ignores misspelt scopes in silence, checks no value, and one load would leak into the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import tokenize
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from gin import config_parser
+
+from aamoe_jax.config import ConfigError, ExperimentConfig
+
+CONFIGS = Path(__file__).parent / "configs"
+"""The shipped configs, which `--gin_file` and `include` find by their bare name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field that gin can bind: every field but those that are rooms themselves."""
+
+    owner: type
+    name: str
+    hint: Any
+    default: Any
+
+    @property
+    def full_name(self) -> str:
+        """Such as `ModelConfig.d_model`: the left-hand side of a binding."""
+        return f"{self.owner.__name__}.{self.name}"
+
+
+def rooms(cls: type = ExperimentConfig) -> list[type]:
+    """`cls` and the config dataclasses inside it, outermost first."""
+    inner = [hint for hint in typing.get_type_hints(cls).values() if dataclasses.is_dataclass(hint)]
+    return [cls, *(room for hint in inner for room in rooms(hint))]
+
+
+def bindable_fields() -> dict[str, Field]:
+    """Every field of every room by its full name, in the order of the schema."""
+    found = []
+    for room in rooms():
+        hints = typing.get_type_hints(room)
+        found += [
+            Field(room, field.name, hints[field.name], field.default)
+            for field in dataclasses.fields(room)
+            if not dataclasses.is_dataclass(hints[field.name])
+        ]
+    return {field.full_name: field for field in found}
+
+
+def load_experiment(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> ExperimentConfig:
+    """The experiment that the files describe, then the params; of several bindings of one field the last one wins.
+
+    Args:
+      gin_files: paths, or bare names of shipped configs such as `aamoe.gin`.
+      gin_params: single bindings such as `ModelConfig.d_model = 128`.
+
+    Raises:
+      ConfigError: for text that gin cannot parse, an unknown name, a binding that nothing would consume, a value of the
+        wrong type, and whatever the dataclasses refuse. One line, which says where.
+    """
+    statements = [statement for name in gin_files for statement in _read_file(name, None, ())]
+    for text in gin_params:
+        statements += _read(text, lambda _, text=text: f"--gin_param {text!r}", None, ())
+    bound = _bind(statements)
+    try:
+        return _compose(ExperimentConfig, {name: statement.value for name, statement in bound.items()})
+    except ConfigError as error:
+        raise _located(error, bound) from None
+
+
+def operative_gin(config: ExperimentConfig) -> str:
+    """Gin text that binds every field: it loads to an equal config, whatever the defaults become."""
+    values = _flatten(config)
+    sections = []
+    for room in rooms():
+        names = [name for name, field in bindable_fields().items() if field.owner is room]
+        if names:
+            sections.append("".join(f"{name} = {values[name]!r}\n" for name in names))
+    return "\n".join(sections)
+
+
+def differences(left: ExperimentConfig, right: ExperimentConfig) -> dict[str, tuple[Any, Any]]:
+    """The fields in which two experiments differ, with both values."""
+    one, other = _flatten(left), _flatten(right)
+    return {name: (one[name], other[name]) for name in one if one[name] != other[name]}
+
+
+def describe(hint: Any) -> str:
+    """A type as a reader of gin files thinks of it: choices are spelt out, `Literal` and `Union` are not mentioned."""
+    arguments = get_args(hint)
+    if hint is types.NoneType:
+        return "None"
+    if get_origin(hint) is Literal:
+        return " | ".join(map(repr, arguments))
+    if get_origin(hint) is tuple:
+        return f"tuple[{', '.join('...' if item is Ellipsis else describe(item) for item in arguments)}]"
+    return " | ".join(map(describe, arguments)) if arguments else hint.__name__
+
+
+def conform(value: Any, hint: Any) -> Any:
+    """`value` as the type `hint`: lists become tuples, an int may stand for a float, a bool for nothing but a bool.
+
+    Raises:
+      TypeError: when it is of another type.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal and value in arguments:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        for alternative in arguments:
+            try:
+                return conform(value, alternative)
+            except TypeError:
+                continue
+    if origin is tuple and isinstance(value, (list, tuple)):
+        items = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        if len(items) == len(value):
+            return tuple(map(conform, value, items))
+    if hint is float:
+        # gin has no literal for infinity: a config that held one could not be written down again.
+        if type(value) in (int, float) and math.isfinite(value):
+            return float(value)
+    elif type(value) is hint:
+        return value
+    raise TypeError(f"{value!r} is no {describe(hint)}")
+
+
+# Reading: text -> statements.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Statement:
+    """`key = value` and where it stands. The key of a macro has no dot."""
+
+    key: str
+    value: Any
+    where: str
+
+    @property
+    def is_macro(self) -> bool:
+        return "." not in self.key.rsplit("/", 1)[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Macro:
+    """`%name` in a value, until every file has been read."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"%{self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reference:
+    """`@name`, which gin parses and no config field can hold."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"@{self.name}"
+
+
+class _Delegate(config_parser.ParserDelegate):
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> _Reference:
+        return _Reference(scoped_configurable_name + ("()" if evaluate else ""))
+
+    def macro(self, macro_name: str) -> _Macro:
+        return _Macro(macro_name)
+
+
+def _read_file(name: str, beside: Path | None, including: tuple[Path, ...]) -> Iterator[_Statement]:
+    """The statements of a file, looked for beside the file that includes it, here, and among the shipped configs."""
+    candidates = ([beside / name] if beside else []) + [Path(name), CONFIGS / name]
+    path = next((path for path in candidates if path.is_file()), None)
+    if path is None:
+        shipped = sorted(path.name for path in CONFIGS.glob("*.gin"))
+        close = _did_you_mean(name, shipped) or f"; those shipped are {', '.join(shipped)}"
+        raise ConfigError(f"no gin file is called {name!r}{close}")
+    if path.resolve() in including:
+        raise ConfigError(f"gin file {name!r} includes itself")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"gin file {name!r} cannot be read: {error}") from error
+    yield from _read(text, lambda line: f"{name}:{line}", path.parent, (*including, path.resolve()))
+
+
+def _read(
+    text: str, where: Callable[[int], str], beside: Path | None, including: tuple[Path, ...]
+) -> Iterator[_Statement]:
+    """The statements of `text` in order, those of included files in the place of the include."""
+    for statement in _parse(text, where):
+        place = where(statement.location.line_num)
+        if isinstance(statement, config_parser.BindingStatement):
+            key = ".".join(filter(None, (statement.selector, statement.arg_name)))
+            yield _Statement("/".join(filter(None, (statement.scope, key))), statement.value, place)
+        elif isinstance(statement, config_parser.IncludeStatement):
+            try:
+                yield from _read_file(statement.filename, beside, including)
+            except ConfigError as error:
+                raise ConfigError(f"{place}: {error}") from None
+        elif isinstance(statement, config_parser.ImportStatement):
+            raise ConfigError(f"{place}: nothing can be imported: bindings name the fields of {_room_names()}")
+
+
+def _parse(text: str, where: Callable[[int], str]) -> Iterator[Any]:
+    """gin's parser over `text`. Its complaints, some of which are those of the tokenizer below it, become one line."""
+    try:
+        parser = config_parser.ConfigParser(text, _Delegate())
+        while statement := parser.parse_statement():
+            yield statement
+    except SyntaxError as error:
+        unquoted = re.search(r"Failed to parse token '(.+)'", error.msg, re.DOTALL)
+        complaint = f"{unquoted[1]!r} is no value: text needs quotes" if unquoted else error.msg.strip().rstrip(".")
+        raise ConfigError(f"{where(error.lineno or 1)}: {' '.join(complaint.split())}") from None
+    except tokenize.TokenError as error:
+        message, (line, _) = error.args
+        raise ConfigError(f"{where(line)}: {message}: a bracket or quote is not closed") from None
+    except StopIteration:
+        raise ConfigError(f"{where(text.count(chr(10)) + 1)}: ends in the middle of a statement") from None
+
+
+# Binding: statements -> one value per field.
+
+
+def _bind(statements: Sequence[_Statement]) -> dict[str, _Statement]:
+    """The last statement about every field, its macros resolved and its value of the field's type."""
+    macros = {statement.key: statement for statement in statements if statement.is_macro}
+    fields = bindable_fields()
+    used: set[str] = set()
+    bound = {}
+    for statement in statements:
+        if statement.is_macro:
+            continue
+        field = _field_of(statement, fields)
+        value = _resolve(statement.value, statement.where, macros, used, ())
+        try:
+            value = conform(value, field.hint)
+        except TypeError:
+            message = f"{statement.key} = {value!r}: expected {describe(field.hint)}{_nearest(value, field.hint)}"
+            raise ConfigError(f"{statement.where}: {message}") from None
+        bound[statement.key] = dataclasses.replace(statement, value=value)
+    for name in [name for name in macros if name not in used]:
+        targets = [key for key, field in fields.items() if field.name == name]
+        close = _suggest(targets) or _did_you_mean(name, fields)
+        raise ConfigError(f"{macros[name].where}: no binding uses the macro {name!r}{close}")
+    return bound
+
+
+def _field_of(statement: _Statement, fields: dict[str, Field]) -> Field:
+    """The field that a statement binds."""
+    key = statement.key
+    if key in fields:
+        return fields[key]
+    scope, _, name = key.rpartition("/")
+    owner, _, field_name = name.rpartition(".")
+    room = next((room for room in rooms() if room.__name__ == owner), None)
+    elsewhere = [key for key, field in fields.items() if field.name == field_name]
+    if room is None:
+        close = _suggest(elsewhere) or _did_you_mean(name, fields)
+        complaint = f"no config is called {owner!r}{close or f'; there are {_room_names()}'}"
+    elif (inner := typing.get_type_hints(room).get(field_name)) and dataclasses.is_dataclass(inner):
+        complaint = f"{name} is put together from the fields of {inner.__name__}: bind those"
+    elif name not in fields:
+        own = [field.name for field in fields.values() if field.owner is room]
+        complaint = f"{owner} has no field {field_name!r}{_did_you_mean(field_name, own) or _suggest(elsewhere)}"
+    else:
+        complaint = f"nothing is built in the scope {scope!r}, so {key} would bind nothing{_suggest([name])}"
+    raise ConfigError(f"{statement.where}: {complaint}")
+
+
+def _resolve(value: Any, where: str, macros: dict[str, _Statement], used: set[str], trail: tuple[str, ...]) -> Any:
+    """`value` with the macros in it replaced by what they stand for; their names are added to `used`."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_resolve(item, where, macros, used, trail) for item in value)
+    if isinstance(value, _Reference):
+        raise ConfigError(f"{where}: {value!r}: fields hold plain values, not functions")
+    if not isinstance(value, _Macro):
+        return value
+    if value.name not in macros:
+        raise ConfigError(f"{where}: no macro is called {value.name!r}{_did_you_mean(value.name, macros)}")
+    if value.name in trail:
+        raise ConfigError(f"{where}: the macro {value.name!r} is defined by itself")
+    used.add(value.name)
+    macro = macros[value.name]
+    return _resolve(macro.value, macro.where, macros, used, (*trail, value.name))
+
+
+# Composing: one value per field -> the dataclasses, and back.
+
+
+def _compose(cls: type, values: dict[str, Any]) -> Any:
+    """A `cls` with the bound values; rooms inside it are composed of their own."""
+    arguments = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            arguments[name] = _compose(hint, values)
+        elif f"{cls.__name__}.{name}" in values:
+            arguments[name] = values[f"{cls.__name__}.{name}"]
+    return cls(**arguments)
+
+
+def _flatten(config: Any) -> dict[str, Any]:
+    """The value of every bindable field by its full name."""
+    flat = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        flat |= _flatten(value) if dataclasses.is_dataclass(value) else {f"{type(config).__name__}.{field.name}": value}
+    return flat
+
+
+def _located(error: ConfigError, bound: dict[str, _Statement]) -> ConfigError:
+    """The complaint of a dataclass with the place where the value that it complains about was bound."""
+    key = str(error).partition(" = ")[0]
+    return ConfigError(f"{bound[key].where}: {error}") if key in bound else error
+
+
+def _did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """`; did you mean 'X'?` for the candidate that `name` looks like, if there is one."""
+    by_lower = {str(candidate).lower(): str(candidate) for candidate in candidates}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return _suggest([by_lower[key] for key in close])
+
+
+def _nearest(value: Any, hint: Any) -> str:
+    """A suggestion for a misspelt choice, or for a tuple of one that was written without its comma."""
+    try:
+        return _suggest([conform((value,), hint)])
+    except TypeError:
+        return _did_you_mean(value, get_args(hint)) if isinstance(value, str) else ""
+
+
+def _suggest(candidates: Sequence[Any]) -> str:
+    return f"; did you mean {' or '.join(map(repr, candidates))}?" if candidates else ""
+
+
+def _room_names() -> str:
+    return ", ".join(sorted({field.owner.__name__ for field in bindable_fields().values()}))

@@ -1,0 +1,96 @@
+"""Explains, resolves and compares configs, without running anything.
+
+  python -m launch.config show                            every field: type, default, meaning
+  python -m launch.config show BudgetConfig d_model       the fields of one room, or those of a name
+  python -m launch.config resolve --gin_file=aamoe.gin --gin_param='BudgetConfig.beta = 8.0'
+                                                          the complete config, as gin text that loads again
+  python -m launch.config diff dense.gin aamoe.gin        the fields in which two configs differ
+  python -m launch.config diff aamoe.gin                  ... and in which one differs from the defaults
+
+--gin_param of diff applies to both sides. Bare names such as aamoe.gin are those of experiments/configs.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import signal
+import textwrap
+from collections.abc import Sequence
+
+from absl import app
+
+from aamoe_jax.config import ConfigError
+from experiments.binding import (
+    Field,
+    bindable_fields,
+    describe,
+    differences,
+    load_experiment,
+    operative_gin,
+    rooms,
+)
+from launch.program import GIN_PARAM, experiment_from_flags, run
+
+
+def field_docs(room: type) -> dict[str, str]:
+    """The string literals under the fields of a dataclass, by field."""
+    (definition,) = ast.parse(inspect.getsource(room)).body
+    docs = {}
+    for field, below in zip(definition.body, definition.body[1:], strict=False):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = inspect.cleandoc(text)
+    return docs
+
+
+def show(names: Sequence[str]) -> str:
+    """Every field with type, default and meaning; of the rooms or fields called `names`, if there are any."""
+    sections = []
+    for room in rooms():
+        fields = [field for field in bindable_fields().values() if field.owner is room and _is_asked(field, names)]
+        docs = field_docs(room)
+        entries = [_entry(field, docs.get(field.name, "")) for field in fields]
+        if entries:
+            sections.append("\n".join([f"{room.__name__}: {inspect.getdoc(room)}", *entries]))
+    if not sections:
+        raise ConfigError(f"no room and no field is called {' or '.join(names)}")
+    return "\n\n".join(sections)
+
+
+def _is_asked(field: Field, names: Sequence[str]) -> bool:
+    return not names or bool({field.owner.__name__, field.name, field.full_name} & set(names))
+
+
+def _entry(field: Field, doc: str) -> str:
+    head = f"  {field.name}: {describe(field.hint)} = {field.default!r}"
+    return "\n".join([head, *textwrap.wrap(doc, 116, initial_indent=" " * 6, subsequent_indent=" " * 6)])
+
+
+def diff(files: Sequence[str]) -> str:
+    """One line per field in which two gin files differ, or one file and the defaults."""
+    left, right = files if len(files) == 2 else (None, *files)
+    params = GIN_PARAM.value
+    found = differences(load_experiment([left] if left else [], params), load_experiment([right], params))
+    return "\n".join(
+        [f"# {left or 'defaults'} -> {right}: {len(found)} of {len(bindable_fields())} fields differ"]
+        + [f"{name}: {one!r} -> {other!r}" for name, (one, other) in found.items()]
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the command that the arguments name."""
+    match arguments:
+        case ["show", *names]:
+            print(show(names))
+        case ["resolve"]:
+            print(operative_gin(experiment_from_flags()), end="")
+        case ["diff", *files] if len(files) in (1, 2):
+            print(diff(files))
+        case _:
+            raise app.UsageError("the commands are: show [NAME...], resolve, diff A.gin [B.gin]")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `show | head` ends in silence
+    run(main)

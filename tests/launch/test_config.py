@@ -1,0 +1,91 @@
+"""launch.config explains, resolves and compares; the flags and one-line errors that all programs share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from aamoe_jax.config import BudgetConfig, ConfigError
+from experiments.binding import bindable_fields, load_experiment
+from launch.config import diff, field_docs, show
+
+
+def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m launch.config ARGUMENTS` as a user would run it."""
+    command = [sys.executable, "-m", "launch.config", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+class TestShow:
+    def test_names_every_field_with_type_and_default(self):
+        text = show([])
+        for field in bindable_fields().values():
+            assert f"  {field.name}: " in text
+        assert "norm: 'rms' | 'layer' = 'rms'" in text
+        assert "d_ff: int | None = None" in text
+
+    def test_one_room_or_one_field(self):
+        assert "d_model" not in show(["BudgetConfig"])
+        assert "Mean number of resources per token" in show(["beta"])
+        assert "normalizer" not in show(["BudgetConfig.beta"])
+
+    def test_refuses_a_name_that_is_nothing(self):
+        with pytest.raises(ConfigError, match="no room and no field is called nonsense"):
+            show(["nonsense"])
+
+    def test_docs_are_the_literals_under_the_fields(self):
+        docs = field_docs(BudgetConfig)
+        assert docs["slack"].startswith("Pairs by which the running spend")
+        assert set(docs) == set(BudgetConfig.__dataclass_fields__)
+
+
+class TestDiff:
+    def test_two_files(self):
+        assert diff(["aamoe.gin", "dense.gin"]).splitlines()[1:] == [
+            "ModelConfig.pattern: ('aamoe',) -> ('parallel',)",
+            "ModelConfig.d_ff: None -> 4256",
+        ]
+
+    def test_one_file_is_compared_with_the_defaults(self):
+        assert diff(["aamoe.gin"]).startswith("# defaults -> aamoe.gin: ")
+
+    def test_equal_files(self):
+        assert diff(["dense.gin", "dense.gin"]).endswith(": 0 of " + f"{len(bindable_fields())} fields differ")
+
+
+class TestProgram:
+    def test_resolve_prints_text_that_loads_to_the_same_config(self):
+        arguments = [
+            "--gin_file=quickstart.gin",
+            "--gin_param=BudgetConfig.beta = 8.0",
+            "--gin_param=ModelConfig.d_ff=9",
+        ]
+        result = program("resolve", *arguments)
+        assert result.returncode == 0, result.stderr
+        expected = load_experiment(["quickstart.gin"], ["BudgetConfig.beta = 8.0", "ModelConfig.d_ff = 9"])
+        assert load_experiment([], [result.stdout]) == expected
+
+    def test_a_config_error_is_one_line_and_exit_code_1(self):
+        result = program("resolve", "--gin_param=ModelConfig.d_modle = 3")
+        assert result.returncode == 1
+        assert result.stdout == ""
+        complaint = "ModelConfig has no field 'd_modle'; did you mean 'd_model'?"
+        assert result.stderr == f"error: --gin_param 'ModelConfig.d_modle = 3': {complaint}\n"
+
+    def test_a_misspelt_flag_is_met_with_a_suggestion(self):
+        result = program("resolve", "--gin_fil=aamoe.gin")
+        assert result.returncode == 1
+        assert "Did you mean: gin_file" in result.stderr
+        assert "Traceback" not in result.stderr
+
+    def test_help_says_what_there_is_to_do(self):
+        result = program("--help")
+        for word in ("show", "resolve", "diff", "--gin_file", "--gin_param"):
+            assert word in result.stdout
+
+    def test_an_unknown_command(self):
+        result = program("explain")
+        assert result.returncode == 1
+        assert "the commands are: show [NAME...], resolve, diff A.gin [B.gin]" in result.stderr
