@@ -18,7 +18,7 @@ import signal
 import textwrap
 from collections.abc import Sequence
 
-from absl import app
+from absl import app, flags
 
 from aamoe_jax.config import ConfigError
 from experiments.binding import (
@@ -30,7 +30,7 @@ from experiments.binding import (
     operative_gin,
     rooms,
 )
-from launch.program import GIN_PARAM, experiment_from_flags, run
+from launch.program import define_experiment_flags, experiment_from_flags, run
 
 
 def field_docs(room: type) -> dict[str, str]:
@@ -67,10 +67,9 @@ def _entry(field: Field, doc: str) -> str:
     return "\n".join([head, *textwrap.wrap(doc, 116, initial_indent=" " * 6, subsequent_indent=" " * 6)])
 
 
-def diff(files: Sequence[str]) -> str:
-    """One line per field in which two gin files differ, or one file and the defaults."""
+def diff(files: Sequence[str], params: Sequence[str] = ()) -> str:
+    """One line per field in which two gin files differ, or one file and the defaults; `params` apply to both."""
     left, right = files if len(files) == 2 else (None, *files)
-    params = GIN_PARAM.value
     found = differences(load_experiment([left] if left else [], params), load_experiment([right], params))
     return "\n".join(
         [f"# {left or 'defaults'} -> {right}: {len(found)} of {len(bindable_fields())} fields differ"]
@@ -78,19 +77,20 @@ def diff(files: Sequence[str]) -> str:
     )
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(argv: list[str]) -> None:
     """Runs the command that the arguments name."""
-    match arguments:
+    match argv[1:]:
         case ["show", *names]:
             print(show(names))
         case ["resolve"]:
             print(operative_gin(experiment_from_flags()), end="")
         case ["diff", *files] if len(files) in (1, 2):
-            print(diff(files))
+            print(diff(files, flags.FLAGS.gin_param))
         case _:
             raise app.UsageError("the commands are: show [NAME...], resolve, diff A.gin [B.gin]")
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `show | head` ends in silence
+    define_experiment_flags()
     run(main)

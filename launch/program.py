@@ -1,9 +1,14 @@
-"""What every program shares: the two flags that choose an experiment, and errors that are one line."""
+"""What every program shares: the two flags that choose an experiment, and errors that are one line.
+
+if __name__ == "__main__":
+    define_experiment_flags()   # in programs that take an experiment
+    run(main)
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags
@@ -11,30 +16,35 @@ from absl import app, flags
 from aamoe_jax.config import ConfigError, ExperimentConfig
 from experiments.binding import load_experiment
 
-GIN_FILE = flags.DEFINE_multi_string(
-    "gin_file", [], "Path of a gin file, or the name of a shipped config such as aamoe.gin. Repeat it: later files win."
-)
-GIN_PARAM = flags.DEFINE_multi_string(
-    "gin_param",
-    [],
-    "One binding, such as 'ModelConfig.d_model = 128'. Repeat it: params win over files, later ones too.",
-)
+
+def define_experiment_flags() -> None:
+    """Defines --gin_file and --gin_param. A program that takes no experiment does not call it, and so refuses them."""
+    flags.DEFINE_multi_string(
+        "gin_file",
+        [],
+        "Path of a gin file, or the name of a shipped config such as aamoe.gin. Repeat it: later files win.",
+    )
+    flags.DEFINE_multi_string(
+        "gin_param",
+        [],
+        "One binding, such as 'ModelConfig.d_model = 128'. Repeat it: params win over files, later ones too.",
+    )
+    for name in ("gin_file", "gin_param"):
+        # absl's --help lists what the program's own module defines or claims.
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
 
 
 def experiment_from_flags() -> ExperimentConfig:
     """The experiment that --gin_file and --gin_param describe."""
-    return load_experiment(GIN_FILE.value, GIN_PARAM.value)
+    return load_experiment(flags.FLAGS.gin_file, flags.FLAGS.gin_param)
 
 
-def run(main: Callable[[Sequence[str]], Any]) -> None:
-    """Parses flags, runs `main(arguments)` without the program's name, and exits: 1 and one line for a ConfigError."""
-    for flag in (GIN_FILE, GIN_PARAM):
-        # So that --help of the program lists the flags of this module too.
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
+def run(main: Callable[[list[str]], Any]) -> None:
+    """`absl.app.run(main)`, but a ConfigError ends the program with one line on stderr and exit code 1."""
 
-    def guarded(argv: Sequence[str]) -> Any:
+    def guarded(argv: list[str]) -> Any:
         try:
-            return main(argv[1:])
+            return main(argv)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

@@ -51,6 +51,9 @@ class TestDiff:
     def test_one_file_is_compared_with_the_defaults(self):
         assert diff(["aamoe.gin"]).startswith("# defaults -> aamoe.gin: ")
 
+    def test_params_apply_to_both_sides(self):
+        assert "d_ff" not in diff(["aamoe.gin", "dense.gin"], ["ModelConfig.d_ff = 64"])
+
     def test_equal_files(self):
         assert diff(["dense.gin", "dense.gin"]).endswith(": 0 of " + f"{len(bindable_fields())} fields differ")
 

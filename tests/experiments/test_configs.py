@@ -1,0 +1,25 @@
+"""What the shipped configs promise about the models that they describe."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from flax import nnx
+
+from aamoe_jax.model import LanguageModel
+from experiments.binding import load_experiment
+
+
+def num_parameters(name: str) -> int:
+    """Parameters of the model that a shipped config describes, counted without making them."""
+    config = load_experiment([name]).model
+    model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model)))
+
+
+def test_baselines_have_as_many_parameters_as_aamoe():
+    """Within 1 % (decision 36); `aamoe_literal.gin` adds the predictor of its budgets."""
+    wanted = num_parameters("aamoe.gin")
+    for name in ("aamoe_literal.gin", "dense.gin", "all_attention.gin"):
+        assert abs(num_parameters(name) / wanted - 1) < 0.01, name

@@ -1,0 +1,48 @@
+"""What all programs share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+from aamoe_jax.config import ConfigError
+from launch.program import run
+
+class DataError(ConfigError):
+    pass
+
+def main(argv):
+    if argv[1:] == ["bad"]:
+        raise DataError("no data called 'x'")
+    if argv[1:] == ["defect"]:
+        raise RuntimeError("a defect keeps its traceback")
+    return 3
+
+run(main)
+"""
+
+
+def outcome(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The program above, run in a process of its own."""
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_errors_that_a_user_can_mend_are_one_line():
+    result = outcome("bad")
+    assert (result.returncode, result.stderr) == (1, "error: no data called 'x'\n")
+
+
+def test_defects_keep_their_traceback():
+    result = outcome("defect")
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+
+
+def test_what_main_returns_is_the_exit_code():
+    assert outcome().returncode == 3
+
+
+def test_a_program_without_an_experiment_refuses_its_flags():
+    assert "Unknown command line flag 'gin_file'" in outcome("--gin_file=aamoe.gin").stderr
