@@ -7,10 +7,12 @@ Tokenizing happens here, once: sentencepiece does 1 MB/s, which no loader could 
 
 import contextlib
 import io
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -22,6 +24,8 @@ from aamoe_jax.data.corpora import SPLITS, Corpus, Split, Survey, builtin_corpus
 from aamoe_jax.data.errors import DataError
 from aamoe_jax.data.stream import VERSION, prepare_command, read_metadata, stream_dir, stream_name
 from aamoe_jax.data.tokenizers import Tokenizer, load_tokenizer
+
+Existing = Literal["keep", "replace"]
 
 TARGET_BLOCK = 4096
 """Tokens per record, about: 8 KiB, where reading one record costs what opening it costs."""
@@ -39,7 +43,7 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     VERSION = tfds.core.Version(VERSION)
 
-    def __init__(self, *, corpus: Corpus, found: Survey, tokenizer: Tokenizer, document_align: int, data_dir: str):
+    def __init__(self, corpus: Corpus, found: Survey, tokenizer: Tokenizer, document_align: int, data_dir: str):
         self._corpus, self._found, self._tokenizer = corpus, found, tokenizer
         self._align = document_align
         self._block = document_align * max(1, TARGET_BLOCK // document_align)
@@ -117,7 +121,7 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 
 def prepare(
-    corpus: Corpus, *, data_dir: str, tokenizer: Tokenizer, document_align: int, existing: str = "keep"
+    corpus: Corpus, *, data_dir: str, tokenizer: Tokenizer, document_align: int, existing: Existing = "keep"
 ) -> dict[str, Any]:
     """Writes the token stream of a corpus below `data_dir` unless it is there. Returns its metadata.
 
@@ -137,23 +141,26 @@ def prepare(
     directory = stream_dir(data_dir, corpus.name, tokenizer, document_align)
     if existing == "keep" and directory.is_dir():
         return _same_corpus(directory, found)
+    if directory.is_dir():
+        # Before the builder opens it (TFDS would take the old description for the new one), and out of sight first, so
+        # that a removal cut short leaves nothing that looks finished either.
+        doomed = directory.rename(directory.with_name(f"incomplete.{os.getpid()}"))
+        shutil.rmtree(doomed)
+    _write(TokenStream(corpus, found, tokenizer, document_align, data_dir), directory)
+    return read_metadata(directory)
+
+
+def _write(builder: TokenStream, directory: Path) -> None:
     tfds.disable_progress_bar()
-    builder = TokenStream(
-        corpus=corpus, found=found, tokenizer=tokenizer, document_align=document_align, data_dir=data_dir
-    )
-    mode = (
-        tfds.GenerateMode.REUSE_CACHE_IF_EXISTS if existing == "replace" else tfds.GenerateMode.REUSE_DATASET_IF_EXISTS
-    )
-    settings = tfds.download.DownloadConfig(download_mode=mode, try_download_gcs=False)
+    settings = tfds.download.DownloadConfig(try_download_gcs=False)
     try:
         # TFDS prints that it downloads something and makes a folder for it. It downloads nothing.
         with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as downloads:
             builder.download_and_prepare(download_config=settings, download_dir=downloads)
     except OSError:
         # Two programs that prepare the same dataset at once: the second rename finds the first one's folder.
-        if existing == "replace" or not directory.is_dir():
+        if not directory.is_dir():
             raise
-    return read_metadata(directory)
 
 
 def _same_corpus(directory: Path, found: Survey) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import importlib.util
 import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int, Int32, UInt16
+from jaxtyping import Int32, Integer, UInt16
 
 from aamoe_jax.data.errors import DataError
 
@@ -21,6 +21,7 @@ MAX_VOCAB_SIZE = 2**16
 """Token streams are stored as uint16."""
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What the rest of the room needs of a tokenizer. eos and pad never occur inside an encoded document."""
 
@@ -37,7 +38,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: bytes) -> UInt16[np.ndarray, "n"]: ...
 
-    def decode(self, ids: Int[np.ndarray, "n"]) -> bytes:
+    def decode(self, ids: Integer[np.ndarray, "n"]) -> bytes:
         """The inverse of `encode`; special tokens decode to nothing."""
         ...
 
@@ -61,7 +62,7 @@ class ByteTokenizer:
     def encode(self, text: bytes) -> UInt16[np.ndarray, "n"]:
         return np.frombuffer(text, np.uint8).astype(np.uint16) + np.uint16(self._offset)
 
-    def decode(self, ids: Int[np.ndarray, "n"]) -> bytes:
+    def decode(self, ids: Integer[np.ndarray, "n"]) -> bytes:
         ids = np.asarray(ids, np.int64)
         return (ids[self.byte_lengths[ids] == 1] - self._offset).astype(np.uint8).tobytes()
 
@@ -110,7 +111,7 @@ class SentencePieceTokenizer:
             ids += self._escaped_space + self._processor.encode(part)
         return np.array(ids, np.uint16)
 
-    def decode(self, ids: Int[np.ndarray, "n"]) -> bytes:
+    def decode(self, ids: Integer[np.ndarray, "n"]) -> bytes:
         return b"".join(self._pieces[index] for index in ids)
 
     @functools.cached_property

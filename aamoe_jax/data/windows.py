@@ -1,7 +1,7 @@
 """Rows for the model: windows of a token stream, and what a row says about its documents."""
 
 import numpy as np
-from jaxtyping import Int, Int32, UInt16
+from jaxtyping import Int32, Integer, UInt16
 
 from aamoe_jax.config import ConfigError, DataConfig
 from aamoe_jax.data.stream import Stream
@@ -27,7 +27,7 @@ class WindowSource:
         # The first token of the stream is nobody's target.
         return -(-(len(self.stream) - 1) // self._seq_len)
 
-    def __getitem__(self, index: int) -> UInt16[np.ndarray, "L_plus_1"]:
+    def __getitem__(self, index: int) -> UInt16[np.ndarray, "window"]:
         start = int(index) * self._seq_len
         return self.stream.read(start, start + self._seq_len + 1)
 
@@ -35,9 +35,7 @@ class WindowSource:
         return f"WindowSource({self.stream!r}, seq_len={self._seq_len})"
 
 
-def to_example(
-    window: Int[np.ndarray, "L_plus_1"] | UInt16[np.ndarray, "L_plus_1"], *, eos_id: int, pad_id: int
-) -> dict[str, Int32[np.ndarray, "L"]]:
+def to_example(window: Integer[np.ndarray, "window"], *, eos_id: int, pad_id: int) -> dict[str, Int32[np.ndarray, "L"]]:
     """tokens, targets and, per token: segment_ids, positions, loss_mask.
 
     segment_ids: 1, 2, ... for the documents of the row, 0 for padding. positions: from 0 in every document (in a row
