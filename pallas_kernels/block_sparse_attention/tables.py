@@ -3,7 +3,8 @@
 Every implementation reads the same tables. Pairs are numbered token by token, so a slot finds its pair by arithmetic
 and never by a scatter; tiles name pairs, in order of resource and then of token.
 
-Shapes: T tokens, K slots, R resources, P pairs (static bound), N tiles (static bound), t rows a tile.
+Shapes: T tokens, K slots, R resources, P pairs (static bound), N tiles (static bound), t rows a tile,
+R1 = R + 1.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,7 @@ class Tables(NamedTuple):
 
     pair: Int[Array, "N t"]  # the pairs of every tile; padding rows come last
     resource: Int[Array, "N"]  # the resource that all pairs of the tile share
-    tiles: Int[Array, ""]  # how many tiles hold a pair; they come first
+    begin: Int[Array, "R1"]  # the first tile of every resource; last, how many tiles hold a pair
     token: Int[Array, "P"]  # the token of every pair; ascending
     first: Int[Array, "T"]  # the number of a token's first pair; slot k of the token is pair first + k
     count: Int[Array, "T"]  # how many pairs a token has
@@ -33,11 +34,11 @@ def build(
     num_resources: int,
     max_pairs: int,
     tile: int,
-    group: int = 1,
+    slack: int = 0,
 ) -> Tables:
     """Number the pairs, sort them by resource and cut every resource's run into tiles of `tile` rows.
 
-    The static bound on tiles is rounded up to a multiple of `group`, for loops that take several tiles a step.
+    `slack` empty tiles follow the bound on tiles, for loops that take several tiles a step and may read past the end.
     """
     last = jnp.cumsum(count, dtype=jnp.int32)
     first = last - count
@@ -49,14 +50,14 @@ def build(
     order, start = _sort(from_slots(resource, partial, fill=num_resources), num_resources)
 
     tiles_R = -(-jnp.diff(start) // tile)
-    tile_end_R = jnp.cumsum(tiles_R, dtype=jnp.int32)
+    begin = jnp.cumsum(jnp.pad(tiles_R, (1, 0)), dtype=jnp.int32)
     bound = -(-max_pairs // tile) + min(num_resources, max_pairs)
-    n = jnp.arange(-(-bound // group) * group, dtype=jnp.int32)
-    resource_N = jnp.searchsorted(tile_end_R, n, side="right").astype(jnp.int32).clip(max=num_resources - 1)
-    row_N = start[resource_N] + (n - (tile_end_R - tiles_R)[resource_N]) * tile
+    n = jnp.arange(bound + slack, dtype=jnp.int32)
+    resource_N = jnp.searchsorted(begin[1:], n, side="right").astype(jnp.int32).clip(max=num_resources - 1)
+    row_N = start[resource_N] + (n - begin[resource_N]) * tile
     row_Nt = row_N[:, None] + jnp.arange(tile, dtype=jnp.int32)
     pair = jnp.where(row_Nt < start[resource_N + 1][:, None], order.at[row_Nt].get(mode="clip"), max_pairs)
-    return partial._replace(pair=pair, resource=resource_N, tiles=tile_end_R[-1])
+    return partial._replace(pair=pair, resource=resource_N, begin=begin)
 
 
 def _sort(resource_P: Int[Array, "P"], num_resources: int) -> tuple[Int[Array, "P"], Int[Array, "R1"]]:

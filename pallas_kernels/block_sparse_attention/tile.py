@@ -4,7 +4,7 @@ Shapes: N tiles, H heads, t queries a tile, j keys a tile, d head size; batch di
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 F32 = jnp.float32
 
@@ -58,6 +58,6 @@ def finite(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
     return jnp.where(x > -jnp.inf, x, 0.0)
 
 
-def head_major(x: Float[Array, "N t H d"]) -> Float[Array, "N H t d"]:
-    """Swaps the two middle axes; its own inverse."""
+def head_major(x: Shaped[Array, "N t H *U"]) -> Shaped[Array, "N H t *U"]:
+    """Swaps rows and heads; its own inverse."""
     return x.swapaxes(1, 2)

@@ -4,16 +4,16 @@ A step of the loop takes a group of tiles, so that the scores of one step stay i
 Every pair leaves a partial result (output and log-sum-exp over its own keys), which are merged per token in the fixed
 order of its pairs: the result of a token is bit for bit independent of what later tokens hold.
 
-Shapes: T tokens, K slots, R resources, m keys a resource, H heads, d head size, P pairs, N tiles a step, t rows a tile,
-J keys a tile, Q = 2T rows of both queries.
+Shapes: T tokens, K slots, R resources, m keys a resource, H heads, d head size, P pairs, N tiles a step, t rows a tile.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.block_sparse_attention import tables as tables_lib
 from pallas_kernels.block_sparse_attention.tables import Tables
@@ -49,7 +49,7 @@ def attend(
     inputs = _equally_varying((query, query_expert, key, value, pairs, window))
     tile, group = _tiling(max_pairs, *key.shape[:3])
     tables = tables_lib.build(
-        inputs[4].resource, inputs[4].count, num_resources=len(key), max_pairs=max_pairs, tile=tile, group=group
+        inputs[4].resource, inputs[4].count, num_resources=len(key), max_pairs=max_pairs, tile=tile, slack=group - 1
     )
     output, lse, mass = _attend(_Static(num_context, scale, tile, group), *inputs, tables)
     return Attention(output, lse, jax.lax.stop_gradient(mass[:, :slots]))
@@ -57,8 +57,8 @@ def attend(
 
 def _tiling(max_pairs: int, resources: int, m: int, heads: int) -> tuple[int, int]:
     """Rows a tile and tiles a step."""
-    tile = 128
-    group = 8
+    tile = int(__import__("os").environ.get("TILE", "64"))
+    group = int(__import__("os").environ.get("GROUP", "16"))
     return tile, group
 
 
@@ -71,74 +71,64 @@ def _equally_varying(tree):
     return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
 
 
-class _Rows(NamedTuple):
-    """What a row of a tile has to know; padding rows have bias -inf and indices out of range."""
+class _Group(NamedTuple):
+    """The rows of one step's tiles. Padding rows: pair and token out of range, bias -inf, nothing visible."""
 
-    query: Int[Array, "N t"]  # row of the two queries, one after the other
-    token: Int[Array, "N t"]
     pair: Int[Array, "N t"]
-    bias: Float[Array, "N t"]
-    visible: Int[Array, "N t"]
+    token: Int[Array, "N t"]
+    bias: Float[Array, "N 1 t"]
+    seen: Bool[Array, "N 1 t m"]
     resource: Int[Array, "N"]
 
 
-def _rows(static: _Static, pairs: Pairs, tables: Tables) -> _Rows:
-    tokens, of_slot = len(pairs.count), lambda x, fill: tables_lib.from_slots(x, tables, fill)
-    of_pair = lambda x_P, fill: x_P.at[tables.pair].get(mode="fill", fill_value=fill)
-    token = of_pair(tables.token, tokens)
-    is_expert = tables.resource[:, None] >= static.num_context
-    return _Rows(
-        query=jnp.where(token < tokens, token + jnp.where(is_expert, tokens, 0), 2 * tokens),
-        token=token,
-        pair=tables.pair,
-        bias=of_pair(of_slot(pairs.bias.astype(jnp.float32), -jnp.inf), -jnp.inf),
-        visible=of_pair(of_slot(pairs.visible, 0), 0),
-        resource=tables.resource,
-    )
-
-
-def _for_groups(step, state, rows: _Rows, tables: Tables, group: int):
-    """Run step(rows of one group, state) -> state over the groups that hold a pair."""
+def _for_groups(step: Callable, state, first_tile, last_tile, *, static: _Static, pairs: Pairs, tables: Tables, m: int):
+    """Fold step(group, state) -> state over the tiles from `first_tile` to `last_tile`, several at once."""
+    bias_P = tables_lib.from_slots(pairs.bias.astype(jnp.float32), tables, fill=-jnp.inf)
+    visible_P = tables_lib.from_slots(pairs.visible, tables, fill=0)
 
     def body(i, state):
-        take = lambda x: jax.lax.dynamic_slice_in_dim(x, i * group, group)
-        return step(jax.tree.map(take, rows), state)
+        first = first_tile + i * static.group
+        pair = jax.lax.dynamic_slice_in_dim(tables.pair, first, static.group)
+        past = first + jnp.arange(static.group) >= last_tile  # the last group reaches beyond the range
+        pair = jnp.where(past[:, None], len(bias_P), pair)
+        group = _Group(
+            pair=pair,
+            token=tables.token.at[pair].get(mode="fill", fill_value=len(pairs.count)),
+            bias=bias_P.at[pair].get(mode="fill", fill_value=-jnp.inf)[:, None],
+            seen=jnp.arange(m) < visible_P.at[pair].get(mode="fill", fill_value=0)[:, None, :, None],
+            resource=jax.lax.dynamic_slice_in_dim(tables.resource, first, static.group),
+        )
+        # Without the barrier XLA computes these indices anew for every element of the gathers they feed.
+        return step(jax.lax.optimization_barrier(group), state)
 
-    return jax.lax.fori_loop(0, -(-tables.tiles // group), body, state)
+    return jax.lax.fori_loop(0, -(-(last_tile - first_tile) // static.group), body, state)
 
 
-def _gather(x: Float[Array, "S H d"], index: Int[Array, "N t"]) -> Float[Array, "N H t d"]:
-    return head_major(x.at[index].get(mode="clip"))
-
-
-def _seen(visible: Int[Array, "N t"], m: int):
-    return jnp.arange(m) < visible[:, None, :, None]
+def _take(x: Shaped[Array, "S *U"], index: Int[Array, "*I"]) -> Shaped[Array, "..."]:
+    """Rows of x, head-major; an index out of range gives some row."""
+    return head_major(x.at[index].get(mode="clip", wrap_negative_indices=False))
 
 
 def _pair_partials(
-    static: _Static, queries, key, value, rows: _Rows, tables: Tables
+    static: _Static, query, query_expert, key, value, pairs: Pairs, tables: Tables
 ) -> tuple[Float[Array, "P H d"], Float[Array, "P H"]]:
     """Output and log-sum-exp of every pair over the keys of its own resource alone."""
-    pairs, (m, heads, d) = len(tables.token), key.shape[1:]
 
-    def step(row: _Rows, state):
+    def step(query, group: _Group, state):
         output_PHd, lse_PH = state
-        output, lse = partial_attention(
-            _gather(queries, row.query),
-            head_major(key[row.resource]),
-            head_major(value[row.resource]),
-            _seen(row.visible, m),
-            static.scale,
-        )
-        lse = lse.swapaxes(1, 2) + row.bias[:, :, None]
+        k, v = _take(key, group.resource), _take(value, group.resource)
+        output, lse = partial_attention(_take(query, group.token), k, v, group.seen, static.scale)
         return (
-            output_PHd.at[row.pair].set(head_major(output), mode="drop", unique_indices=True),
-            lse_PH.at[row.pair].set(lse, mode="drop", unique_indices=True),
+            output_PHd.at[group.pair].set(head_major(output), mode="drop", unique_indices=True),
+            lse_PH.at[group.pair].set(head_major(lse + group.bias), mode="drop", unique_indices=True),
         )
 
-    zeros = functools.partial(jnp.zeros_like, key, jnp.float32)
-    state = zeros(shape=(pairs, heads, d)), zeros(shape=(pairs, heads)) - jnp.inf
-    return _for_groups(step, state, rows, tables, static.group)
+    (m, heads, d), zeros = key.shape[1:], functools.partial(jnp.zeros_like, key, jnp.float32)
+    state = zeros(shape=(len(tables.token), heads, d)), zeros(shape=(len(tables.token), heads)) - jnp.inf
+    loop = functools.partial(_for_groups, static=static, pairs=pairs, tables=tables, m=m)
+    experts, end = tables.begin[static.num_context], tables.begin[-1]
+    state = loop(functools.partial(step, query), state, 0, experts)
+    return loop(functools.partial(step, query_expert), state, experts, end)
 
 
 def _merge(output_PHd, lse_PH, token_P, tokens: int, window_part):
@@ -163,8 +153,7 @@ def _attend(static, query, query_expert, key, value, pairs, window, tables):
 
 def _forward(static, query, query_expert, key, value, pairs, window, tables):
     """Output, log-sum-exp and mass; what the backward pass needs of them."""
-    queries = jnp.concatenate([query, query_expert])
-    output_PHd, lse_PH = _pair_partials(static, queries, key, value, _rows(static, pairs, tables), tables)
+    output_PHd, lse_PH = _pair_partials(static, query, query_expert, key, value, pairs, tables)
     window_part = None if window is None else window_attention(query, key, value, window, static.scale)
     output, lse = _merge(output_PHd, lse_PH, tables.token, len(query), window_part)
     output = output.astype(query.dtype)
@@ -183,8 +172,6 @@ def _backward(static, residuals, cotangents):
     delta = jnp.where(some, delta - d_lse, 0.0)
     lse = finite(lse)
 
-    tokens, m = len(query), key.shape[1]
-    queries = jnp.concatenate([query, query_expert])
     d_query, d_key, d_value, d_window = (jnp.zeros_like(x, jnp.float32) for x in (query, key, value, pairs.count))
     if window is not None:
         state = d_query, d_key, d_value, d_window
@@ -192,40 +179,34 @@ def _backward(static, residuals, cotangents):
             query, key, value, window, d_output, lse, delta, state, static.scale
         )
 
-    def step(row: _Rows, state):
-        d_queries, d_key, d_value, d_bias_P = state
-        of_token = lambda x: x.at[row.token].get(mode="clip").swapaxes(1, 2)
-        dq, dk, dv, db = partial_gradients(
-            _gather(queries, row.query),
-            head_major(key[row.resource]),
-            head_major(value[row.resource]),
-            _gather(d_output, row.token),
-            row.bias[:, None] - of_token(lse),
-            of_token(delta),
-            _seen(row.visible, m),
-            static.scale,
+    def step(query, group: _Group, state):
+        d_query, d_key, d_value, d_bias_P = state
+        k, v, q, do = (
+            *(_take(x, group.resource) for x in (key, value)),
+            *(_take(x, group.token) for x in (query, d_output)),
         )
+        shift = group.bias - _take(lse, group.token)
+        dq, dk, dv, db = partial_gradients(q, k, v, do, shift, _take(delta, group.token), group.seen, static.scale)
         return (
-            d_queries.at[row.query].add(head_major(dq), mode="drop"),
-            d_key.at[row.resource].add(head_major(dk)),
-            d_value.at[row.resource].add(head_major(dv)),
-            d_bias_P.at[row.pair].set(db, mode="drop", unique_indices=True),
+            d_query.at[group.token].add(head_major(dq), mode="drop"),
+            d_key.at[group.resource].add(head_major(dk)),
+            d_value.at[group.resource].add(head_major(dv)),
+            d_bias_P.at[group.pair].set(db, mode="drop", unique_indices=True),
         )
 
-    d_queries = jnp.concatenate([d_query, jnp.zeros_like(d_query)])
-    state = d_queries, d_key, d_value, jnp.zeros_like(tables.token, jnp.float32)
-    d_queries, d_key, d_value, d_bias_P = _for_groups(step, state, _rows(static, pairs, tables), tables, static.group)
-    d_bias = tables_lib.to_slots(d_bias_P, tables, pairs.resource.shape[1]).astype(pairs.bias.dtype)
-    scaled = lambda x, like: (x * static.scale).astype(like.dtype)
-    return (
-        scaled(d_queries[:tokens], query),
-        scaled(d_queries[tokens:], query_expert),
-        scaled(d_key, key),
-        d_value.astype(value.dtype),
-        Pairs(None, d_bias, None, None),
-        None if window is None else Window(d_window.astype(window.bias.dtype), None),
-        None,
-    )
+    loop = functools.partial(_for_groups, static=static, pairs=pairs, tables=tables, m=key.shape[1])
+    experts, end = tables.begin[static.num_context], tables.begin[-1]
+    shared = d_key, d_value, jnp.zeros_like(tables.token, jnp.float32)
+    d_query, *shared = loop(functools.partial(step, query), (d_query, *shared), 0, experts)
+    state = jnp.zeros_like(d_query), *shared
+    d_query_expert, d_key, d_value, d_bias_P = loop(functools.partial(step, query_expert), state, experts, end)
+
+    d_bias = tables_lib.to_slots(d_bias_P, tables, pairs.bias.shape[1])
+    d_pairs = Pairs(None, d_bias.astype(pairs.bias.dtype), None, None)
+    d_window = None if window is None else Window(d_window.astype(window.bias.dtype), None)
+    d_query, d_query_expert, d_key = (static.scale * x for x in (d_query, d_query_expert, d_key))
+    gradients = (d.astype(query.dtype) for d in (d_query, d_query_expert, d_key, d_value))
+    return *gradients, d_pairs, d_window, None
 
 
 _attend.defvjp(_forward, _backward)
