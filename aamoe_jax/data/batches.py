@@ -49,8 +49,10 @@ def training_batches(
 
 def _endless(config: DataConfig, name: str, split: str, seed: int) -> grain.MapDataset:
     source = WindowSource(config, name, split)
+    # As good as endless. Truly endless ones have length sys.maxsize, which overflows when a batch holds one row.
+    epochs = 2**62 // len(source)
     # The name goes into the seed: two datasets of equal size would otherwise share one permutation.
-    shuffled = grain.MapDataset.source(source).shuffle(seed=zlib.crc32(f"{seed}/{name}".encode())).repeat()
+    shuffled = grain.MapDataset.source(source).shuffle(seed=zlib.crc32(f"{seed}/{name}".encode())).repeat(epochs)
     return shuffled.map(functools.partial(to_example, eos_id=source.stream.eos_id, pad_id=source.stream.pad_id))
 
 

@@ -164,6 +164,8 @@ def train_sentencepiece(documents: Iterable[bytes], *, kind: str, vocab_size: in
             add_dummy_prefix=False,
             # Indentation: without these pieces code costs half as many tokens again.
             allow_whitespace_only_pieces=True,
+            # The space itself, also where the text has none: its byte pieces are not the bytes of a space.
+            required_chars="▁",
             split_digits=True,
             # Lines are sentences here, so that the model would never see a line end.
             user_defined_symbols=["\n", "\t"],
