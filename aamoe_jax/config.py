@@ -44,7 +44,8 @@ class BudgetConfig:
     beta: float | tuple[float, ...] = 4.0
     """Mean number of resources per token: B = beta * L. A tuple gives one value per layer."""
     normalizer: BudgetNormalizer = "prefix"
-    """`row`: the paper's softmax over the whole row, which sees the future. `prefix`: over the tokens so far (causal)."""
+    """`row`: the paper's softmax over the whole row, which sees the future. `prefix`: over the tokens so far
+    (causal)."""
     slack: int = 64
     """Pairs by which the running spend of a causal budget may exceed beta * i (the cap, decision 23)."""
     predictor_width: int = 64
@@ -76,13 +77,16 @@ class AAMoEConfig:
     """`none`: no chunk of context can be chosen; experts (and the local resource) are all there is."""
     local: Local = "window"
     """What a token sees of its own neighbourhood: the last m tokens (`window`) or its own chunk up to itself (`chunk`)
-    as its first resource; its own chunk competing like any other (`routed`); or nothing (`none`, the paper's example)."""
+    as its first resource; its own chunk competing like any other (`routed`); or nothing (`none`, the paper's
+    example)."""
     router_rope: Literal["relative", "none"] = "relative"
     """Rotary positions in the score of chunks."""
     bias: Literal["log_prob", "none"] = "log_prob"
-    """`log_prob`: log P(i, j) is added to the attention scores (eq 15-16). `none` cuts the gradient to router and budget."""
+    """`log_prob`: log P(i, j) is added to the attention scores (eq 15-16). `none` cuts the gradient to router and
+    budget."""
     null_slot: Literal["none", "learned"] = "none"
-    """`learned`: one zero-valued key with a learned logit per head, so that one resource alone still carries gradient."""
+    """`learned`: one zero-valued key with a learned logit per head, so that one resource alone still carries
+    gradient."""
     max_resources: int | None = None
     """K_max: most resources one token can be given. None: all there are."""
     budget: BudgetConfig = dataclasses.field(default_factory=BudgetConfig)
@@ -121,7 +125,8 @@ class ModelConfig:
     rope_base: float = 10_000.0
     embedding: Literal["tied", "untied"] = "tied"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations and matrix products. Parameters are float32; so are scores, budgets and softmax statistics."""
+    """Type of activations and matrix products. Parameters are float32; so are scores, budgets and softmax
+    statistics."""
     remat: Remat = "none"
     """What the backward pass recomputes: nothing, all but matrix products (`dots`), or whole blocks (`full`)."""
     kernel: Literal["reference", "xla"] | None = None
@@ -174,7 +179,8 @@ class DataConfig:
     """Which text, cut how."""
 
     mixture: tuple[tuple[str, float], ...] = (("code", 1.0),)
-    """(dataset, weight) pairs. `code`, `books`, `papers`: prepared by launch.prepare; `tfds:NAME`: the TFDS catalogue."""
+    """(dataset, weight) pairs. `code`, `books`, `papers`: prepared by launch.prepare; `tfds:NAME`: the TFDS
+    catalogue."""
     data_dir: str = "data"
     """Where prepared datasets lie."""
     tokenizer: str = "bytes"
@@ -199,7 +205,8 @@ class OptimizerConfig:
 
     learning_rate: float = 3e-3
     schedule: Literal["cosine", "wsd"] = "cosine"
-    """`cosine` decay after warm-up; `wsd`: warm-up, stable, then linear decay over the last `decay_fraction` of steps."""
+    """`cosine` decay after warm-up; `wsd`: warm-up, stable, then linear decay over the last `decay_fraction` of
+    steps."""
     warmup_steps: int = 50
     decay_fraction: float = 0.2
     final_fraction: float = 0.1

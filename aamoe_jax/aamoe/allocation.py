@@ -43,7 +43,8 @@ def top_resources(
 def log_partition(
     scores: Float[Array, "b L A"], available: Bool[Array, "b L A"], local: Float[Array, "b L"] | None
 ) -> Float[Array, "b L"]:
-    """log sum_l exp(r_il) over all that is available (eq 14). A token's constant: it cancels in the attention softmax."""
+    """log sum_l exp(r_il) over all that is available (eq 14). A token's constant: it cancels in the attention
+    softmax."""
     scores = jnp.where(available, scores, -jnp.inf)
     if local is not None:
         scores = jnp.concatenate([scores, local[..., None]], axis=-1)

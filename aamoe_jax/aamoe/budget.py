@@ -1,7 +1,7 @@
 """How many resources each token may spend (section 2.2; decisions 01, 11, 16, 21-23).
 
-The real-valued budget of a token is its share of B = beta * L. The number of resources that it gets is the floor; the real value
-goes into the affordability of eq 11 and carries the gradient.
+The real-valued budget of a token is its share of B = beta * L. The number of resources that it gets is the floor; the
+real value goes into the affordability of eq 11 and carries the gradient.
 
 Shapes: b rows, L tokens per row, d width. Everything here is float32 (decision 38).
 """
@@ -19,7 +19,8 @@ from aamoe_jax.config import BudgetConfig
 def row_budgets(
     importance: Float[Array, "b L"], real: Bool[Array, "b L"], beta: Float[Array, ""] | float
 ) -> Float[Array, "b L"]:
-    """The paper's budgets, beta * L_real * softmax(importance) over the whole row: they see the future. Padding gets 0."""
+    """The paper's budgets, beta * L_real * softmax(importance) over the whole row: they see the future. Padding gets
+    0."""
     # A large negative number rather than -inf keeps a row of padding alone free of NaN.
     share = jax.nn.softmax(jnp.where(real, importance, -1e30), axis=-1)
     total = beta * real.sum(axis=-1, keepdims=True)
@@ -57,7 +58,8 @@ def _segment_cumulative_logsumexp(
 def floor_budgets(budget: Float[Array, "b L"]) -> Int[Array, "b L"]:
     """B_i = floor(B b_i), forgiving float32 rounding (decision 16).
 
-    Without epsilon, uniform budgets lose a unit per token at some lengths; bounded by 1 / 2L it cannot push sum_i B_i past B.
+    Without epsilon, uniform budgets lose a unit per token at some lengths; bounded by 1 / 2L it cannot push sum_i B_i
+    past B.
     """
     epsilon = min(1e-4, 0.5 / budget.shape[1])
     return jnp.floor(budget + epsilon).astype(jnp.int32)
@@ -66,10 +68,11 @@ def floor_budgets(budget: Float[Array, "b L"]) -> Int[Array, "b L"]:
 def cap_spending(
     wanted: Int[Array, "b L"], real: Bool[Array, "b L"], beta: Float[Array, ""] | float, slack: int
 ) -> Int[Array, "b L"]:
-    """The largest spends n_i <= wanted_i whose running sum stays within beta * i + slack at every real token (decision 23).
+    """The largest spends n_i <= wanted_i whose running sum stays within beta * i + slack at every real token
+    (decision 23).
 
-    The rule n_i = min(wanted_i, allowance_i - sum_{j<i} n_j) unrolls to running_i = W_i + min(0, min_{j<=i} allowance_j - W_j),
-    where W is the running sum of `wanted`: a prefix computation, exact in integers.
+    The rule n_i = min(wanted_i, allowance_i - sum_{j<i} n_j) unrolls to running_i = W_i + min(0, min_{j<=i}
+    allowance_j - W_j), where W is the running sum of `wanted`: a prefix computation, exact in integers.
     """
     index = jnp.cumsum(real, axis=1)
     allowance = jnp.floor(beta * index + 1e-4).astype(jnp.int32) + slack
@@ -80,7 +83,8 @@ def cap_spending(
 
 
 class BudgetPredictor(nnx.Module):
-    """A causal guess of row budgets from the token alone (decision 22): beta * softplus(MLP(h)) / log 2, which starts at beta."""
+    """A causal guess of row budgets from the token alone (decision 22): beta * softplus(MLP(h)) / log 2, which starts
+    at beta."""
 
     def __init__(self, width: int, config: BudgetConfig, *, rngs: nnx.Rngs):
         hidden = config.predictor_width

@@ -1,7 +1,7 @@
 """The AA-MoE layer, top to bottom: resources -> scores -> budget -> allocation -> attention (section 2.2).
 
-Shapes: b rows, L tokens per row (padded to whole chunks), m tokens per chunk, l chunks per row, E experts, A = l + E resources to choose
-from, K slots per token, T = b L, d width, H heads, k = d / H.
+Shapes: b rows, L tokens per row (padded to whole chunks), m tokens per chunk, l chunks per row, E experts, A = l + E
+resources to choose from, K slots per token, T = b L, d width, H heads, k = d / H.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pallas_kernels.block_sparse_attention import Attention, Pairs, Window, bloc
 class AAMoELayer(nnx.Module):
     """Every token attends to the B_i resources that its budget affords, chunks of context and experts alike.
 
-    Parameters: W^Q, W^K, W^V, W^O; the router's W_c and expert embeddings e_l; w_B; expert keys and values [E, m, d], which bypass
-    W^K, W^V and the rotary positions (decisions 08-10).
+    Parameters: W^Q, W^K, W^V, W^O; the router's W_c and expert embeddings e_l; w_B; expert keys and values [E, m, d],
+    which bypass W^K, W^V and the rotary positions (decisions 08-10).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -72,8 +72,6 @@ class AAMoELayer(nnx.Module):
     def allocate(self, h: Float[Array, "b L d"], context: Context) -> Allocation:
         """Which resources every token of h gets (eq 8); rows are padded to whole chunks."""
         return self._allocate(*self._pad_to_chunks(h, context))[0]
-
-    # -- budget and allocation ------------------------------------------------------------------------------------------
 
     def _allocate(self, h: Float[Array, "b L d"], context: Context) -> tuple[Allocation, Statistics]:
         layer = self.config.aamoe
@@ -129,7 +127,8 @@ class AAMoELayer(nnx.Module):
     def _predict(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b L"]:
         if self.config.aamoe.budget.normalizer != "row":
             raise ConfigError(
-                "BudgetConfig.normalizer = 'prefix': this model has no budget predictor; its own 'prefix' budgets are causal"
+                "BudgetConfig.normalizer = 'prefix': this model has no budget predictor; "
+                "evaluate it with its own causal 'prefix' budgets"
             )
         return self.predictor(h, context.beta)
 
@@ -139,8 +138,6 @@ class AAMoELayer(nnx.Module):
             chunks = jnp.zeros_like(chunks)
         experts = jnp.broadcast_to(context.real[..., None], (*chunks.shape[:2], num_experts))
         return jnp.concatenate([chunks, experts], axis=-1)
-
-    # -- attention ------------------------------------------------------------------------------------------------------
 
     def _attend(self, h: Float[Array, "b L d"], allocation: Allocation, context: Context) -> Attention:
         layer, base = self.config.aamoe, self.config.rope_base
@@ -174,8 +171,8 @@ class AAMoELayer(nnx.Module):
         layer = self.config.aamoe
         length, chunk = allocation.count.shape[1], layer.chunk_size
         own = resources.chunk_of(length, chunk)[None, :, None]
-        # Of one chunk a token sees a prefix alone: of its own chunk up to itself; with a window, of the chunk before it what the window
-        # leaves over (keys in both would count twice).
+        # Of one chunk a token sees a prefix alone: of its own chunk up to itself; with a window, of the chunk before
+        # it what the window leaves over (keys in both would count twice).
         partial = own - 1 if layer.local == "window" else own
         offset = (jnp.arange(length) % chunk)[None, :, None]
         visible = jnp.where(allocation.resource == partial, offset + 1, chunk)
@@ -197,8 +194,6 @@ class AAMoELayer(nnx.Module):
             mass = jnp.concatenate([1.0 - mass.sum(-1, keepdims=True), mass], axis=-1)
         return mass.reshape(allocation.resource.shape)
 
-    # -- static sizes ---------------------------------------------------------------------------------------------------
-
     @property
     def _local_first(self) -> bool:
         """Whether rank 1 is the local resource, bought before any other (decision 03)."""
@@ -216,7 +211,8 @@ class AAMoELayer(nnx.Module):
         return self._slots(self._num_chunks(h) + self.config.aamoe.num_experts)
 
     def _max_pairs(self, h: Float[Array, "b L d"], slots: int, context: Context) -> int:
-        """Static bound on the pairs of the batch: sum_i B_i <= B in a row, plus the slack of causal budgets (decision 26)."""
+        """Static bound on the pairs of the batch: sum_i B_i <= B in a row, plus the slack of causal budgets (decision
+        26)."""
         rows, length = h.shape[:2]
         slack = 0 if context.budget == "row" else self.config.aamoe.budget.slack
         per_row = math.floor(max(self.config.betas) * length + 0.5) + slack

@@ -1,6 +1,7 @@
 """Resources: chunks of context and experts under one index (eq 5-7, 9; decisions 03-04, 30).
 
-Shapes: b rows, L tokens per row, m tokens per chunk, l = L / m chunks per row, E experts, R = b l + E resources, d width.
+Shapes: b rows, L tokens per row, m tokens per chunk, l = L / m chunks per row, E experts, R = b l + E resources, d
+width.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from aamoe_jax.layers import rotary
 
 
 class Router(nnx.Module):
-    """r_ij = (W_c^T h_i, turned to position i) . (c_j, turned to the end of chunk j) / sqrt(d) for chunks of context, where c_j
-    is the h of the chunk's last token; r_il = h_i . e_l / sqrt(d) for experts.
+    """r_ij = (W_c^T h_i, turned to position i) . (c_j, turned to the end of chunk j) / sqrt(d) for chunks of context,
+    where c_j is the h of the chunk's last token; r_il = h_i . e_l / sqrt(d) for experts.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -33,8 +33,8 @@ class Router(nnx.Module):
     ) -> tuple[Float[Array, "b L l"], Float[Array, "b L E"], Float[Array, "b L"]]:
         """Scores of the row's chunks, of the experts, and of the token's own neighbourhood.
 
-        The last is the score that a chunk ending in the token itself would have (decision 03): at equal positions the two
-        rotations cancel, so it is the plain (W_c^T h_i) . h_i / sqrt(d).
+        The last is the score that a chunk ending in the token itself would have (decision 03): at equal positions the
+        two rotations cancel, so it is the plain (W_c^T h_i) . h_i / sqrt(d).
         """
         h = h.astype(jnp.float32)
         scale = h.shape[-1] ** -0.5

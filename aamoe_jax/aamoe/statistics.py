@@ -1,7 +1,7 @@
 """What a layer spent, and on what: sums that add up over micro-batches, and the figures made of them.
 
-Every value is a sum over the real tokens of a batch (`max_budget`: the largest), so that statistics of several micro-batches combine
-exactly. In a model each has a leading axis over the AA-MoE layers.
+Every value is a sum over the real tokens of a batch (`max_budget`: the largest), so that statistics of several
+micro-batches combine exactly. In a model each has a leading axis over the AA-MoE layers.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def spending(
     return jax.lax.stop_gradient(result)
 
 
-def prediction(predicted: Float[Array, "b L"], guess: Int[Array, "b L"], budget: Int[Array, "b L"],
-               real: Bool[Array, "b L"]) -> Statistics:  # fmt: skip
+def prediction(
+    predicted: Float[Array, "b L"], guess: Int[Array, "b L"], budget: Int[Array, "b L"], real: Bool[Array, "b L"]
+) -> Statistics:
     """How well the predictor's budgets (real and floored) match the row's (decision 22)."""
     error = jnp.abs(guess - budget)
     sums = {
@@ -87,8 +88,8 @@ def combine(left: Statistics, right: Statistics) -> Statistics:
 def summarize(statistics: Statistics) -> dict[str, Any]:
     """Figures per layer, on the host: lists with one float per AA-MoE layer.
 
-    Shares are of pairs and of attention mass; `utilisation` is pairs over B; `expert_entropy` is that of the expert load over its
-    maximum log E (1: all experts equally used); `dead_experts` the share of experts that nobody chose.
+    Shares are of pairs and of attention mass; `utilisation` is pairs over B; `expert_entropy` is that of the expert
+    load over its maximum log E (1: all experts equally used); `dead_experts` the share of experts that nobody chose.
     """
     if not statistics:
         return {}

@@ -1,7 +1,7 @@
 """What a mixer is given, and what it returns.
 
-A mixer is a module with `__call__(h, context) -> (output, statistics)`: h [b, L, d] is the normed input of the block, output
-[b, L, d] is added to the residual stream, statistics is a flat dict of arrays (empty for dense mixers).
+A mixer is a module with `__call__(h, context) -> (output, statistics)`: h [b, L, d] is the normed input of the block,
+output [b, L, d] is added to the residual stream, statistics is a flat dict of arrays (empty for dense mixers).
 """
 
 from __future__ import annotations

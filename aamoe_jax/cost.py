@@ -1,0 +1,89 @@
+"""FLOPs in closed form: what every mixer must do per token, and what AA-MoE layers really spent.
+
+A multiply-add is two FLOPs. Counted: all projections, router scores, budgets, and the (token, resource) pairs that
+were given, not the pairs that the budget allowed (decision 35). Attention counts the keys that a token may see.
+Norms, softmaxes and rotary turns are left out, as is the custom of the field.
+
+Notation: d width, m keys per resource, l chunks per row, E experts, n hidden width, L tokens per row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from aamoe_jax.config import ModelConfig
+from aamoe_jax.mixers.base import Statistics
+
+# Peak dense bfloat16 FLOP/s of one device as JAX counts devices (vendors' data sheets).
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "TPU7x": 1153.5e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
+
+
+def aamoe_flops_per_token(config: ModelConfig, length: int) -> float:
+    """Projections 8 d^2, router 2 d^2 + 2 d (E + l), budget 2 d, predictor; the pairs come on top."""
+    layer, d = config.aamoe, config.d_model
+    chunks = -(-length // layer.chunk_size)
+    flops = 8 * d**2 + 2 * d**2 + 2 * d * (layer.num_experts + chunks) + 2 * d
+    if layer.budget.normalizer == "row":
+        flops += 2 * layer.budget.predictor_width * (d + 1)
+    return flops
+
+
+def flops_per_pair(config: ModelConfig) -> float:
+    """Scores and values of one token against the m keys of one resource: 4 m d."""
+    return 4 * config.aamoe.chunk_size * config.d_model
+
+
+def parallel_flops_per_token(config: ModelConfig, length: int) -> float:
+    """Projections 8 d^2, feed-forward 4 d n, attention 4 d per visible key, (L + 1) / 2 of them on average."""
+    return 8 * config.d_model**2 + 4 * config.d_model * config.ff_width + 2 * config.d_model * (length + 1)
+
+
+MIXER_FLOPS: dict[str, Callable[[ModelConfig, int], float]] = {
+    "aamoe": aamoe_flops_per_token,
+    "parallel": parallel_flops_per_token,
+    # The n persistent vectors cost what the feed-forward of width n does.
+    "all_attention": parallel_flops_per_token,
+}
+
+
+def forward_flops(config: ModelConfig, rows: int, length: int, statistics: Statistics) -> float:
+    """FLOPs of one forward pass over rows x length tokens.
+
+    Args:
+      statistics: what `LanguageModel` returned for them: the pairs really given; {} for models without AA-MoE.
+    """
+    mixers = sum(MIXER_FLOPS[name](config, length) for name in config.pattern)
+    per_token = mixers * (config.num_layers // len(config.pattern)) + 2 * config.d_model * config.vocab_size
+    kinds = ("pairs_local", "pairs_context", "pairs_expert")
+    pairs = sum(float(np.sum(statistics[kind])) for kind in kinds if kind in statistics)
+    return rows * length * per_token + pairs * flops_per_pair(config)
+
+
+def training_flops(config: ModelConfig, rows: int, length: int, statistics: Statistics) -> float:
+    """FLOPs of one step: the backward pass costs twice the forward. What `remat` computes again is not counted."""
+    return 3 * forward_flops(config, rows, length, statistics)
+
+
+def peak_flops(device: jax.Device) -> float | None:
+    """Peak bfloat16 FLOP/s of the device, or None where no data sheet says."""
+    return PEAK_FLOPS.get(device.device_kind)
+
+
+def parameter_count(params: object) -> int:
+    """Scalars in a tree of parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -1,0 +1,60 @@
+"""Small models and inputs that the tests of the layer share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from aamoe_jax.aamoe.layer import AAMoELayer
+from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig
+from aamoe_jax.mixers.base import Context
+
+D, HEADS, M, E = 32, 4, 8, 6
+
+
+def model_config(beta: float = 3.0, normalizer: str = "prefix", slack: int = 8, **changes) -> ModelConfig:
+    """A small model; changes go to ModelConfig or AAMoEConfig, wherever the field lives."""
+    layer_fields = {field.name for field in dataclasses.fields(AAMoEConfig)}
+    layer = {name: changes.pop(name) for name in list(changes) if name in layer_fields}
+    budget = BudgetConfig(beta=beta, normalizer=normalizer, slack=slack, predictor_width=8)
+    aamoe = AAMoEConfig(**{"chunk_size": M, "num_experts": E, "budget": budget} | layer)
+    return ModelConfig(
+        **{"d_model": D, "num_heads": HEADS, "num_layers": 2, "kernel": "reference", "aamoe": aamoe} | changes
+    )
+
+
+def layer_of(config: ModelConfig, *, seed: int = 0, importance: float = 1.0) -> AAMoELayer:
+    """A layer whose budgets differ from token to token (w_B starts at 0, which makes them all equal)."""
+    layer = AAMoELayer(config, rngs=nnx.Rngs(seed))
+    layer.importance[...] = importance * jax.random.normal(jax.random.key(seed + 100), layer.importance.shape)
+    return layer
+
+
+def apply(layer: nnx.Module, h: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """layer(h, context), compiled as a whole: much quicker than op by op."""
+    graphdef, params = nnx.split(layer)
+    return jax.jit(lambda params, h: nnx.merge(graphdef, params)(h, context))(params, h)
+
+
+def gradients(layer: nnx.Module, h: jax.Array, context: Context) -> tuple[jax.Array, tuple]:
+    """The sum of squares of the layer's output, and its gradients to parameters and input."""
+    graphdef, params = nnx.split(layer)
+    loss = lambda params, h: (nnx.merge(graphdef, params)(h, context)[0] ** 2).sum()  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, h)
+
+
+def inputs(rows: int, length: int, *, seed: int = 0, width: int = D) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (rows, length, width))
+
+
+def context_of(config: ModelConfig, rows: int, length: int, *, budget: str | None = None, segment_ids=None) -> Context:
+    """One document per row unless `segment_ids` says otherwise; positions count within documents."""
+    segment_ids = jnp.ones((rows, length), jnp.int32) if segment_ids is None else segment_ids
+    index = jnp.arange(length)
+    start = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    positions = index - jax.lax.cummax(jnp.where(start, index, 0), axis=1)
+    budget = config.aamoe.budget.normalizer if budget is None else budget
+    return Context(segment_ids, positions, budget, jnp.float32(config.betas[0]))

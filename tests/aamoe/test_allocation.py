@@ -1,0 +1,83 @@
+"""Allocation: eq 8 and eq 10-15 (AA-07, AA-14, AA-18, AA-19, AA-20, AA-21)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from aamoe_jax.aamoe.allocation import allocate, log_affordability, log_partition, top_resources
+from aamoe_jax.aamoe.resources import available_chunks
+
+
+def test_affordability_reproduces_the_sanity_check_of_the_paper():
+    """Budget 2.5 (eq 12-13): sigma(1.5) and sigma(0.5), and the second item feels the budget more."""
+    rank = jnp.array([1, 2])
+    np.testing.assert_allclose(jnp.exp(log_affordability(jnp.full(2, 2.5), rank)), [0.8176, 0.6225], atol=5e-5)
+    probability = jax.jacobian(lambda budget: jax.nn.sigmoid(budget - rank))(2.5)
+    np.testing.assert_allclose(probability, [0.1491, 0.2350], atol=5e-5)
+    log_probability = jax.jacobian(lambda budget: log_affordability(jnp.full(2, budget), rank))(2.5)
+    np.testing.assert_allclose(log_probability, [0.1824, 0.3775], atol=5e-5)
+
+
+def test_affordability_is_finite_far_below_the_price():
+    value, slope = jax.value_and_grad(lambda budget: log_affordability(budget, jnp.array(300)))(jnp.float32(0.0))
+    assert value == pytest.approx(-300.0)
+    assert slope == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("length", "chunk_size"), [(24, 8), (16, 16), (40, 4)])
+def test_available_chunks_are_the_completed_ones(length, chunk_size):
+    available = np.asarray(available_chunks(jnp.ones((1, length), jnp.int32), chunk_size))[0]
+    for i in range(length):
+        for j in range(length // chunk_size):
+            assert available[i, j] == ((j + 1) * chunk_size <= (i // chunk_size) * chunk_size)
+
+
+def test_available_chunks_stay_within_the_document_and_are_complete():
+    # Chunks of 4: document 1 fills two, document 2 one and a half, then padding.
+    segments = jnp.array([[1] * 8 + [2] * 6 + [0] * 2])
+    available = np.asarray(available_chunks(segments, 4))[0]
+    assert available[7].tolist() == [True, False, False, False]
+    assert not available[8:12].any()
+    assert available[12].tolist() == [False, False, True, False]
+    assert not available[14:].any()
+
+
+def test_top_resources_match_brute_force_and_break_ties_by_index():
+    rng = np.random.default_rng(0)
+    scores = rng.integers(0, 4, (2, 50, 9)).astype(np.float32)  # few values: many ties
+    available = rng.random((2, 50, 9)) < 0.7
+    best, index = top_resources(jnp.asarray(scores), jnp.asarray(available), 9)
+    for row in range(2):
+        for i in range(50):
+            order = sorted(np.flatnonzero(available[row, i]), key=lambda j: (-scores[row, i, j], j))
+            assert np.asarray(index)[row, i, : len(order)].tolist() == order
+            assert np.isneginf(np.asarray(best)[row, i, len(order) :]).all()
+
+
+def test_log_prob_is_eq_15_and_probabilities_sum_to_at_most_one():
+    rng = np.random.default_rng(1)
+    scores = jnp.asarray(rng.normal(size=(1, 20, 7)), jnp.float32)
+    available = jnp.asarray(rng.random((1, 20, 7)) < 0.8).at[..., 0].set(True)
+    budget = jnp.asarray(rng.uniform(0, 5, (1, 20)), jnp.float32)
+    count = jnp.minimum(jnp.floor(budget).astype(jnp.int32), available.sum(-1))
+    best, index = top_resources(scores, available, 7)
+    result = allocate(best, index, budget, count)
+    log_prob = result.log_prob - log_partition(scores, available, None)[..., None]
+    for i in range(20):
+        r = np.asarray(scores[0, i], np.float64)
+        partition = np.log(np.exp(r[np.asarray(available[0, i])]).sum())
+        for slot in range(int(count[0, i])):
+            j = int(index[0, i, slot])
+            wanted = -np.log1p(np.exp(-(float(budget[0, i]) - (slot + 1)))) + r[j] - partition
+            assert float(log_prob[0, i, slot]) == pytest.approx(wanted, abs=1e-5)
+        assert np.exp(np.asarray(log_prob[0, i, : int(count[0, i])])).sum() <= 1 + 1e-6
+        assert (np.asarray(result.log_prob[0, i, int(count[0, i]) :]) == 0).all()
+
+
+def test_partition_of_nothing_has_no_gradient_and_no_nan():
+    value, slope = jax.value_and_grad(lambda scores: log_partition(scores, jnp.zeros((1, 1, 3), bool), None).sum())(
+        jnp.ones((1, 1, 3))
+    )
+    assert value == 0
+    assert not slope.any()

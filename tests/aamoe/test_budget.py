@@ -1,0 +1,116 @@
+"""Budgets: shares of B, their floors, the cap, the predictor (AA-11, AA-12, AA-28, AA-29)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aamoe_jax.aamoe.budget import (
+    BudgetPredictor,
+    cap_spending,
+    floor_budgets,
+    predictor_loss,
+    prefix_budgets,
+    row_budgets,
+)
+from aamoe_jax.config import BudgetConfig
+
+
+@pytest.mark.parametrize("length", [1000, 1536])
+@pytest.mark.parametrize("beta", [1.0, 3.0, 4.0])
+def test_uniform_importance_gives_every_token_beta(length, beta):
+    """Decision 16: without epsilon, float32 loses one unit per token at these lengths."""
+    importance = jnp.zeros((1, length))
+    for budget in (
+        row_budgets(importance, jnp.ones((1, length), bool), beta),
+        jax.jit(prefix_budgets)(importance, jnp.ones((1, length), jnp.int32), beta),
+    ):
+        assert (floor_budgets(budget) == beta).all()
+
+
+@pytest.mark.parametrize("length", [1000, 1536])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_row_budgets_never_sum_past_the_total(length, scale):
+    importance = scale * jax.random.normal(jax.random.key(0), (16, length))
+    real = jnp.arange(length) < jnp.linspace(1, length, 16).astype(jnp.int32)[:, None]
+    budget = row_budgets(importance, real, 2.5)
+    count = floor_budgets(budget)
+    total = 2.5 * real.sum(-1)
+    assert (count >= 0).all()
+    assert (count.sum(-1) <= total).all()
+    assert not count[~real].any()
+    np.testing.assert_allclose(budget.sum(-1), total, rtol=1e-5)
+
+
+def test_one_token_can_use_the_entire_budget():
+    importance = jnp.zeros((1, 64)).at[0, 10].set(100.0)
+    assert int(floor_budgets(row_budgets(importance, jnp.ones((1, 64), bool), 4.0))[0, 10]) == 256
+
+
+def test_a_row_of_padding_has_no_budget_and_no_nan():
+    budget, slope = jax.value_and_grad(lambda s: row_budgets(s, jnp.zeros((1, 8), bool), 4.0).sum())(jnp.ones((1, 8)))
+    assert budget == 0
+    assert not slope.any()
+
+
+def test_prefix_budgets_are_a_running_mean_that_restarts_with_each_document():
+    importance = 3 * np.random.default_rng(0).normal(size=(1, 30))
+    segments = np.array([[1] * 12 + [2] * 13 + [0] * 5])
+    budget = jax.jit(prefix_budgets)(jnp.asarray(importance, jnp.float32), jnp.asarray(segments), 2.0)
+    for i in range(25):
+        start = 0 if i < 12 else 12
+        weights = np.exp(importance[0, start : i + 1])
+        assert float(budget[0, i]) == pytest.approx(2.0 * weights[-1] / weights.mean(), rel=1e-5)
+    assert not budget[0, 25:].any()
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    wanted=st.lists(st.integers(0, 50), min_size=24, max_size=24),
+    beta=st.sampled_from([0.3, 1.0, 2.5, 4.0]),
+    slack=st.integers(0, 20),
+    data=st.data(),
+)
+def test_the_cap_is_the_sequential_rule_and_holds_at_every_token(wanted, beta, slack, data):
+    """Decision 23, whatever a predictor asks for: running spend <= beta * i + slack for every i."""
+    real = data.draw(st.lists(st.booleans(), min_size=len(wanted), max_size=len(wanted)))
+    capped = np.asarray(cap_spending(jnp.array([wanted]), jnp.array([real]), beta, slack))[0]
+    spent = index = 0
+    for i, (want, is_real) in enumerate(zip(wanted, real, strict=True)):
+        index += is_real
+        expected = min(want, int(np.floor(beta * index + 1e-4)) + slack - spent) if is_real else 0
+        assert capped[i] == expected
+        spent += expected
+        assert spent <= beta * index + slack + 1e-3
+
+
+def test_the_cap_is_blind_to_the_future():
+    wanted = jax.random.randint(jax.random.key(0), (1, 50), 0, 20)
+    real = jnp.ones((1, 50), bool)
+    changed = wanted.at[0, 30:].set(0)
+    before, after = (cap_spending(w, real, 3.0, 5) for w in (wanted, changed))
+    assert (before[0, :30] == after[0, :30]).all()
+
+
+def test_the_predictor_starts_at_beta_and_leaves_its_input_alone():
+    predictor = BudgetPredictor(16, BudgetConfig(normalizer="row"), rngs=nnx.Rngs(0))
+    h = jax.random.normal(jax.random.key(1), (2, 10, 16))
+    np.testing.assert_allclose(predictor(h, 3.0), 3.0, rtol=1e-6)
+    predictor.output_kernel[...] = jnp.ones_like(predictor.output_kernel[...])
+    assert not jax.grad(lambda h: predictor(h, 3.0).sum())(h).any()
+
+
+def test_predictor_loss_is_the_sum_of_binary_cross_entropies():
+    rng = np.random.default_rng(0)
+    predicted, budget = rng.uniform(0, 6, (1, 9)), rng.integers(0, 6, (1, 9))
+    real = np.array([[True] * 7 + [False] * 2])
+    expected = 0.0
+    for i in range(7):
+        for k in range(1, 8):
+            p = 1 / (1 + np.exp(-(predicted[0, i] - k + 0.5)))
+            expected -= np.log(p) if budget[0, i] >= k else np.log(1 - p)
+    got = predictor_loss(jnp.asarray(predicted, jnp.float32), jnp.asarray(budget), jnp.asarray(real), 7)
+    assert float(got) == pytest.approx(expected, rel=1e-5)

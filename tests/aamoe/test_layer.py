@@ -1,0 +1,277 @@
+"""The layer against its definition, its limits, and the future (AA-01, AA-06, AA-15-17, AA-21-26, AA-30, AA-41)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from aamoe_jax.layers import merge_heads, rotary
+from aamoe_jax.mixers.all_attention import joint_attention
+from aamoe_jax.mixers.base import Context, causal_mask
+from aamoe_jax.mixers.parallel import CausalAttention
+from tests.aamoe.helpers import HEADS, D, E, M, apply, context_of, gradients, inputs, layer_of, model_config
+from tests.aamoe.test_router import turn
+
+LOCALS = ("window", "chunk", "routed", "none")
+
+
+def heads(x: np.ndarray) -> np.ndarray:
+    return x.reshape(*x.shape[:-1], HEADS, -1)
+
+
+def turn_heads(x: np.ndarray, position: int) -> np.ndarray:
+    return np.stack([turn(head, position) for head in heads(x)])
+
+
+def naive_layer(layer, h: np.ndarray, budget: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Section 2.2 for one row, in float64, a token at a time: rank, afford, attend. Budgets are given."""
+    config = layer.config.aamoe
+    weights = {name: np.asarray(getattr(layer.qkv, name).kernel[...], np.float64) for name in ("query", "key", "value")}
+    router, embeddings = (
+        np.asarray(x[...], np.float64) for x in (layer.router.context_kernel, layer.router.expert_embeddings)
+    )
+    expert_keys, expert_values = (np.asarray(x[...], np.float64) for x in (layer.expert_keys, layer.expert_values))
+    keys, values = h @ weights["key"], h @ weights["value"]
+    output = np.zeros_like(h)
+    for i in range(len(h)):
+        if count[i] == 0:
+            continue
+        own, query, route = i // M, h[i] @ weights["query"], h[i] @ router
+        score_of = {}
+        for j in range(own):
+            end = (j + 1) * M - 1
+            score_of["chunk", j] = turn(route, i) @ turn(h[end], end) / D**0.5
+        score_of |= {("expert", e): embeddings[e] @ h[i] / D**0.5 for e in range(len(embeddings))}
+        local = route @ h[i] / D**0.5
+        if config.local == "routed":
+            score_of["chunk", own] = local
+        ranked = sorted(score_of, key=lambda name: -score_of[name])
+        if config.local in ("window", "chunk"):
+            score_of["local", own] = local
+            ranked.insert(0, ("local", own))
+        logits, seen = [], []
+        for k, (kind, j) in enumerate(ranked[: count[i]], start=1):
+            bias = -np.log1p(np.exp(-(budget[i] - k))) + score_of[kind, j]
+            if kind == "expert":
+                logits += [
+                    np.einsum("hk,hk->h", heads(query), heads(key)) / (D / HEADS) ** 0.5 + bias
+                    for key in expert_keys[j]
+                ]
+                seen += [heads(value) for value in expert_values[j]]
+                continue
+            members = range(j * M, (j + 1) * M)
+            if kind == "local":
+                members = range(max(0, i - M + 1) if config.local == "window" else own * M, i + 1)
+            members = [t for t in members if t <= i]
+            if config.local == "window" and kind == "chunk":
+                members = [t for t in members if t <= i - M]
+            for t in members:
+                dot = np.einsum("hk,hk->h", turn_heads(query, i), turn_heads(keys[t], t))
+                logits.append(dot / (D / HEADS) ** 0.5 + bias)
+                seen.append(heads(values[t]))
+        attention = np.exp(np.array(logits) - np.max(logits))
+        attention /= attention.sum(0)
+        output[i] = np.einsum("nh,nhk->hk", attention, np.array(seen)).reshape(-1)
+    return output @ np.asarray(layer.output.kernel[...], np.float64)
+
+
+@pytest.mark.parametrize("normalizer", ["row", "prefix"])
+@pytest.mark.parametrize("local", LOCALS)
+def test_layer_is_section_2_2(local, normalizer):
+    config = model_config(local=local, normalizer=normalizer, qk_norm="none")
+    layer = layer_of(config)
+    h = inputs(1, 4 * M)
+    context = dataclasses.replace(context_of(config, 1, 4 * M), detail="tokens")
+    output, statistics = apply(layer, h, context)
+    budget, count = np.asarray(statistics["budget"][0], np.float64), np.asarray(statistics["spent"][0])
+    assert len(set(count.tolist())) > 3, "budgets should differ, or the test shows little"
+    expected = naive_layer(layer, np.asarray(h[0], np.float64), budget, count)
+    np.testing.assert_allclose(output[0], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "xla"])
+@pytest.mark.parametrize("budget", ["prefix", "predictor"])
+@pytest.mark.parametrize("local", LOCALS)
+def test_the_past_does_not_move_when_the_future_changes(local, budget, kernel):
+    """Prefix invariance (AA-15), to the bit: every causal mode, L % m != 0 included."""
+    length = 4 * M + 3
+    config = model_config(local=local, normalizer="row" if budget == "predictor" else "prefix", kernel=kernel)
+    layer = layer_of(config)
+    if budget == "predictor":
+        layer.predictor.output_kernel[...] = jax.random.normal(jax.random.key(5), (8,))
+    graphdef, params = nnx.split(layer)
+    context = context_of(config, 1, length, budget=budget)
+    run = jax.jit(lambda h: nnx.merge(graphdef, params)(h, context)[0])
+    h = inputs(1, length)
+    before = run(h)
+    for cut in (1, M - 1, M, 2 * M + 3, length - 1):
+        changed = h.at[:, cut:].set(inputs(1, length, seed=cut)[:, cut:])
+        after = run(changed)
+        np.testing.assert_array_equal(after[:, :cut], before[:, :cut])
+        # The very last token may have no budget before and after.
+        assert cut == length - 1 or (after[:, cut:] != before[:, cut:]).any()
+
+
+def test_row_budgets_do_see_the_future():
+    """The paper's budgets leak (AA-28): the test above can fail."""
+    config = model_config(normalizer="row")
+    layer, h = layer_of(config), inputs(1, 4 * M)
+    context = context_of(config, 1, 4 * M)
+    changed = h.at[:, 2 * M :].set(inputs(1, 4 * M, seed=9)[:, 2 * M :])
+    assert (apply(layer, changed, context)[0][:, : 2 * M] != apply(layer, h, context)[0][:, : 2 * M]).any()
+
+
+@pytest.mark.parametrize("local", ["window", "chunk", "routed"])
+def test_unbounded_budget_without_bias_is_all_attention(local):
+    config = model_config(beta=1000.0, slack=1000, local=local, bias="none", qk_norm="rms")
+    layer = layer_of(config, importance=0.0)
+    h, context = inputs(2, 4 * M), context_of(config, 2, 4 * M)
+    query, key, value = layer.qkv(h)
+    memory = [x[...].reshape(E * M, HEADS, -1) for x in (layer.expert_keys, layer.expert_values)]
+    dense = joint_attention(
+        rotary(query, context.positions, config.rope_base),
+        rotary(key, context.positions, config.rope_base),
+        value,
+        query,
+        layer.qkv.norm_key(memory[0]),
+        memory[1],
+        causal_mask(context.segment_ids),
+    )
+    np.testing.assert_allclose(apply(layer, h, context)[0], layer.output(merge_heads(dense)), atol=1e-5)
+
+
+def test_without_experts_and_bounds_it_is_causal_attention():
+    config = model_config(beta=1000.0, slack=1000, bias="none", num_experts=0)
+    layer = layer_of(config, importance=0.0)
+    dense = CausalAttention(config, rngs=nnx.Rngs(7))
+    dense.qkv, dense.output = layer.qkv, layer.output
+    h, context = inputs(2, 4 * M + 5), context_of(config, 2, 4 * M + 5)
+    np.testing.assert_allclose(apply(layer, h, context)[0], dense(h, context), atol=1e-5)
+
+
+def test_without_context_and_bounds_it_is_a_persistent_memory_feed_forward():
+    config = model_config(beta=1000.0, slack=1000, bias="none", context="none", local="none", qk_norm="none")
+    layer = layer_of(config, importance=0.0)
+    h, context = inputs(1, 2 * M), context_of(config, 1, 2 * M)
+    query = np.asarray(h @ layer.qkv.query.kernel[...], np.float64).reshape(2 * M, HEADS, -1)
+    keys, values = (
+        np.asarray(x[...], np.float64).reshape(E * M, HEADS, -1) for x in (layer.expert_keys, layer.expert_values)
+    )
+    weights = np.exp(np.einsum("ihk,nhk->ihn", query, keys) / (D / HEADS) ** 0.5)
+    weights /= weights.sum(-1, keepdims=True)
+    memory = np.einsum("ihn,nhk->ihk", weights, values).reshape(2 * M, D)
+    np.testing.assert_allclose(apply(layer, h, context)[0][0], memory @ np.asarray(layer.output.kernel[...]), atol=1e-5)
+
+
+@pytest.mark.parametrize("local", LOCALS)
+def test_tokens_without_budget_get_exactly_nothing(local):
+    """Bypass (AA-26): output 0, finite gradients, and no gradient through the empty rows."""
+    config = model_config(local=local, normalizer="row", beta=0.5)
+    layer = layer_of(config)
+    h, context = inputs(1, 4 * M), dataclasses.replace(context_of(config, 1, 4 * M), detail="tokens")
+    output, statistics = apply(layer, h, context)
+    empty = statistics["spent"][0] == 0
+    assert empty.sum() > M
+    assert not output[0, empty].any()
+    for leaf in jax.tree.leaves(gradients(layer, h, context)):
+        assert jnp.isfinite(leaf).all()
+
+
+def test_gradient_reaches_every_parameter():
+    """Signal propagation (AA-22): router, budget, projections and experts learn from one loss."""
+    config = model_config(null_slot="learned", qk_norm="rms")
+    _, (gradient, _) = gradients(layer_of(config), inputs(2, 4 * M), context_of(config, 2, 4 * M))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        assert jnp.abs(leaf).max() > 0, path
+
+
+def test_one_resource_alone_gives_budget_and_router_no_gradient():
+    """With one resource the bias is the same on every key and cancels (decision 17); the null slot mends it."""
+    for null_slot, flows in (("none", False), ("learned", True)):
+        config = model_config(beta=1.0, slack=0, local="chunk", null_slot=null_slot)
+        layer = layer_of(config, importance=0.0)
+        _, (gradient, _) = gradients(layer, inputs(1, 3 * M), context_of(config, 1, 3 * M))
+        size = max(float(jnp.abs(x).max()) for x in jax.tree.leaves((gradient["importance"], gradient["router"])))
+        assert size > 1e-2 if flows else size < 1e-5
+
+
+def test_packed_documents_do_not_see_each_other():
+    config = model_config(slack=1000)
+    layer = layer_of(config)
+    segments = jnp.array([[1] * 2 * M + [2] * (M + 3) + [0] * (M - 3) + [3] * 2 * M])
+    h = inputs(1, 6 * M)
+    packed = apply(layer, h, context_of(config, 1, 6 * M, segment_ids=segments))[0]
+    for start, stop in ((0, 2 * M), (2 * M, 3 * M + 3), (4 * M, 6 * M)):
+        alone = apply(layer, h[:, start:stop], context_of(config, 1, stop - start))[0]
+        np.testing.assert_allclose(packed[:, start:stop], alone, atol=1e-5)
+    assert not packed[:, 3 * M + 3 : 4 * M].any()
+
+
+def test_rows_of_a_batch_do_not_see_each_other():
+    config = model_config()
+    layer, h = layer_of(config), inputs(3, 4 * M)
+    together = apply(layer, h, context_of(config, 3, 4 * M))[0]
+    for row in range(3):
+        alone = apply(layer, h[row : row + 1], context_of(config, 1, 4 * M))[0]
+        np.testing.assert_allclose(together[row : row + 1], alone, atol=1e-5)
+
+
+def test_shifting_all_positions_changes_nothing():
+    config = model_config()
+    layer, h, context = layer_of(config), inputs(1, 4 * M), context_of(config, 1, 4 * M)
+    moved = dataclasses.replace(context, positions=context.positions + 40)
+    np.testing.assert_allclose(apply(layer, h, moved)[0], apply(layer, h, context)[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("normalizer", ["row", "prefix"])
+@pytest.mark.parametrize("local", LOCALS)
+def test_fast_path_equals_reference_in_the_layer(local, normalizer):
+    """AA-17: outputs and all gradients, through both implementations of the attention."""
+    results = []
+    for kernel in ("reference", "xla"):
+        config = model_config(local=local, normalizer=normalizer, kernel=kernel)
+        results.append(gradients(layer_of(config), inputs(2, 4 * M + 3), context_of(config, 2, 4 * M + 3)))
+    for slow, fast in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(fast, slow, atol=1e-5 * max(1.0, float(jnp.abs(slow).max())))
+
+
+def test_statistics_count_what_was_given():
+    config = model_config(normalizer="row", max_resources=4)
+    layer = layer_of(config)
+    context = dataclasses.replace(context_of(config, 2, 4 * M), detail="tokens")
+    _, statistics = apply(layer, inputs(2, 4 * M), context)
+    pairs = sum(float(statistics[f"pairs_{kind}"]) for kind in ("local", "context", "expert"))
+    assert pairs == int(statistics["spent"].sum())
+    assert int(statistics["max_budget"]) == 4, "K_max clips, and the clipping is counted"
+    assert float(statistics["clipped"]) == float((jnp.floor(statistics["budget"] + 1e-4) - statistics["spent"]).sum())
+    assert float(statistics["expert_load"].sum()) == float(statistics["pairs_expert"])
+    mass = sum(float(statistics[f"mass_{kind}"]) for kind in ("local", "context", "expert"))
+    assert mass == pytest.approx(float((statistics["spent"] > 0).sum()), rel=1e-5)
+
+
+def test_there_is_no_gate_beside_the_attention():
+    """AA-24: the softmax of the attention is all that mixes resources."""
+    names = {str(path[-2].key) for path, _ in jax.tree_util.tree_leaves_with_path(nnx.state(layer_of(model_config())))}
+    assert names == {
+        "kernel", "scale", "context_kernel", "expert_embeddings", "expert_keys", "expert_values", "importance",
+    }  # fmt: skip
+
+
+def test_beta_changes_the_spend_without_recompiling():
+    """AA-12: the budget is a number that the compiled layer is given."""
+    config = model_config(beta=8.0)
+    graphdef, params = nnx.split(layer_of(config))
+    base = context_of(config, 1, 4 * M)
+
+    @jax.jit
+    def spent(beta):
+        context = Context(base.segment_ids, base.positions, "prefix", beta, "tokens")
+        return nnx.merge(graphdef, params)(inputs(1, 4 * M), context)[1]["spent"].sum()
+
+    spends = [int(spent(jnp.float32(beta))) for beta in (1.0, 2.0, 4.0, 8.0)]
+    assert spends == sorted(spends)
+    assert spends[0] < spends[-1]
+    assert spent._cache_size() == 1

@@ -1,0 +1,88 @@
+"""Router scores and the representation tensor (AA-09, AA-10, AA-13; decisions 04-06)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from aamoe_jax.aamoe.resources import flat_index, representation_tensor
+from aamoe_jax.aamoe.router import Router
+from tests.aamoe.helpers import D, E, M, inputs, model_config
+
+
+def turn(x: np.ndarray, position: int, base: float = 10_000.0) -> np.ndarray:
+    half = x.size // 2
+    angle = position * base ** (-np.arange(half) / half)
+    first, second = x[:half], x[half:]
+    return np.concatenate(
+        [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)]
+    )
+
+
+def test_scores_are_eq_4():
+    config = model_config()
+    router = Router(config, rngs=nnx.Rngs(0))
+    h, positions = inputs(1, 24), jnp.arange(24)[None]
+    chunks, experts, local = router(h, positions)
+    weights, embeddings = np.asarray(router.context_kernel[...], np.float64), np.asarray(router.expert_embeddings[...])
+    h64 = np.asarray(h[0], np.float64)
+    for i in range(24):
+        query = h64[i] @ weights
+        for j in range(3):
+            end = (j + 1) * M - 1
+            wanted = turn(query, i) @ turn(h64[end], end) / D**0.5
+            assert float(chunks[0, i, j]) == pytest.approx(wanted, abs=1e-5)
+        np.testing.assert_allclose(experts[0, i], embeddings @ h64[i] / D**0.5, atol=1e-5)
+        assert float(local[0, i]) == pytest.approx(query @ h64[i] / D**0.5, abs=1e-5)
+
+
+@pytest.mark.parametrize("shift", [1, 17, 1000])
+def test_scores_do_not_change_when_everything_moves(shift):
+    router = Router(model_config(), rngs=nnx.Rngs(0))
+    h, positions = inputs(1, 24), jnp.arange(24)[None]
+    here, there = router(h, positions), router(h, positions + shift)
+    # Angles of position 1000 carry float32 rounding of about 1000 * 6e-8.
+    np.testing.assert_allclose(here[0], there[0], atol=2e-4 if shift == 1000 else 2e-5)
+    for before, after in zip(here[1:], there[1:], strict=True):
+        assert (before == after).all()
+
+
+def test_expert_scores_are_independent_of_position():
+    router = Router(model_config(), rngs=nnx.Rngs(0))
+    h, order = inputs(1, 24), np.random.default_rng(0).permutation(24)
+    positions = jnp.arange(24)[None]
+    np.testing.assert_array_equal(router(h[:, order], positions)[1], router(h, positions)[1][:, order])
+
+
+def test_router_rope_none_ignores_positions():
+    router = Router(model_config(router_rope="none"), rngs=nnx.Rngs(0))
+    h = inputs(1, 24)
+    positions = jnp.arange(24)[None]
+    assert (router(h, positions)[0] == router(h, positions * 7)[0]).all()
+
+
+def test_representation_tensor_is_eq_6():
+    context, experts = inputs(2, 24), inputs(E, M, seed=1)
+    table = representation_tensor(context, experts)
+    assert table.shape == (2 * 3 + E, M, D)
+    np.testing.assert_array_equal(table[: 2 * 3].reshape(2, 24, D), context)
+    np.testing.assert_array_equal(table[2 * 3 :], experts)
+
+
+def test_flat_index_points_into_the_table_of_all_rows():
+    resource = jnp.array([[[0, 2, 3, 8]], [[0, 2, 3, 8]]])  # chunks 0..2, experts 3..8
+    assert flat_index(resource, 3).tolist() == [[[0, 2, 6, 11]], [[3, 5, 6, 11]]]
+
+
+def test_gradient_reaches_both_sides_of_the_router():
+    router = Router(model_config(), rngs=nnx.Rngs(0))
+    h, positions = inputs(1, 24), jnp.arange(24)[None]
+
+    def loss(params, h):
+        chunks, experts, local = nnx.merge(graphdef, params)(h, positions)
+        return (chunks**2).sum() + (experts**2).sum() + (local**2).sum()
+
+    graphdef, params = nnx.split(router)
+    for leaf in jax.tree.leaves(jax.grad(loss, argnums=(0, 1))(params, h)):
+        assert jnp.abs(leaf).max() > 0
