@@ -202,27 +202,33 @@ def text_corpus(name: str, pattern: str) -> Corpus:
     if not name.isidentifier() or name in ("code", "books", "papers"):
         raise DataError(f"--name={name!r}: must be letters, digits and _, and not code, books or papers")
     paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
-    if not paths:
-        raise DataError(f"--text={pattern!r}: no file matches; quote the pattern, and use ** to search in folders")
-    read = _ends_of_files if len(paths) < FEW_FILES else _whole_files
-    return Corpus(name, f"{len(paths)} files: {pattern}", "the user's", lambda split: read(paths, split))
+    files = {path: path.relative_to(_common_folder(paths)).as_posix() for path in paths if path.stat().st_size}
+    if not files:
+        raise DataError(f"--text={pattern!r}: no file with text matches; quote it, and use ** to search in folders")
+    read = _ends_of_files if len(files) < FEW_FILES else _whole_files
+    return Corpus(name, f"{len(files)} files: {pattern}", "the user's", lambda split: read(files, split))
 
 
-def _whole_files(paths: list[Path], split: Split) -> Iterator[tuple[str, bytes]]:
+def _common_folder(paths: list[Path]) -> str:
+    """Ids are relative to it, so that the same files elsewhere are the same corpus."""
+    return os.path.commonpath([path.parent for path in paths]) if paths else ""
+
+
+def _whole_files(files: dict[Path, str], split: Split) -> Iterator[tuple[str, bytes]]:
     # Every 20th in the order of hashes, so that no split is ever empty.
-    order = sorted(paths, key=lambda path: (_hash(path.as_posix()), path))
+    order = sorted(files.values(), key=_hash)
     held_out = {"test": set(order[0::20]), "validation": set(order[1::20])}
-    for path in paths:
-        if split == next((held for held, members in held_out.items() if path in members), "train"):
-            yield path.as_posix(), _plain(path.read_bytes())
+    for path, name in files.items():
+        if split == next((held for held, members in held_out.items() if name in members), "train"):
+            yield name, _plain(path.read_bytes())
 
 
-def _ends_of_files(paths: list[Path], split: Split) -> Iterator[tuple[str, bytes]]:
-    for path in paths:
+def _ends_of_files(files: dict[Path, str], split: Split) -> Iterator[tuple[str, bytes]]:
+    for path, name in files.items():
         text = _plain(path.read_bytes())
         cuts = [0, _line_end(text, 0.90), _line_end(text, 0.95), len(text)]
         index = SPLITS.index(split)
-        yield f"{path.as_posix()}#{split}", text[cuts[index] : cuts[index + 1]]
+        yield f"{name}#{split}", text[cuts[index] : cuts[index + 1]]
 
 
 def _line_end(text: bytes, fraction: float) -> int:

@@ -127,6 +127,21 @@ data.prepare(memory_corpus(random_documents()), data_dir={str(tmp_path)!r}, toke
     assert prepare(tmp_path, random_documents())["documents"]["train"] == 12
 
 
+def test_two_prepares_at_once_give_one_dataset(tmp_path):
+    documents = random_documents()
+
+    def overtaken(split):
+        yield from documents[split]
+        overtaken.reads += 1
+        if overtaken.reads == 6:  # after the survey, at the end of writing
+            prepare(tmp_path, documents)
+
+    overtaken.reads = 0
+    corpus = corpora.Corpus("tiny", "documents of a test", "none", overtaken)
+    metadata = data.prepare(corpus, data_dir=str(tmp_path), tokenizer=TOKENIZER, document_align=ALIGN)
+    assert metadata == prepare(tmp_path, documents)
+
+
 def test_an_empty_split_is_one_clear_error(tmp_path):
     documents = random_documents() | {"validation": []}
     with pytest.raises(data.DataError, match="tiny: no documents for the split 'validation'"):

@@ -71,10 +71,13 @@ def test_many_files_are_held_out_whole(tmp_path):
     for i in range(40):
         (tmp_path / "deep" / str(i % 3)).mkdir(parents=True, exist_ok=True)
         (tmp_path / "deep" / str(i % 3) / f"{i}.txt").write_text(f"file {i}\n")
+        (tmp_path / "deep" / f"empty{i}.txt").touch()
     corpus = text_corpus("mine", str(tmp_path / "**/*.txt"))
     found = survey(corpus)
     assert found.documents == {"train": 36, "validation": 2, "test": 2}
     assert len({text for _, text in everything(corpus)}) == 40
+    (tmp_path / "deep").rename(tmp_path / "moved")
+    assert survey(text_corpus("mine", str(tmp_path / "moved/**/*.txt"))).digest == found.digest
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ def test_the_ends_of_few_files_are_held_out(tmp_path, text):
 
 
 def test_bad_requests_say_what_there_is(tmp_path):
-    with pytest.raises(DataError, match="no file matches"):
+    with pytest.raises(DataError, match="no file with text matches"):
         text_corpus("mine", str(tmp_path / "*.txt"))
     with pytest.raises(DataError, match="--name='code'"):
         text_corpus("code", str(tmp_path))
@@ -193,3 +196,17 @@ def test_a_failed_download_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"`apt-get download .*` failed with 100: E: no network\."):
         open_corpus("papers", data_dir=str(tmp_path / "data"))
     assert not list((tmp_path / "data/fetched").iterdir())
+
+
+def test_fetched_packages_are_unpacked_once(tmp_path, monkeypatch):
+    vignettes = "$3/usr/lib/R/site-library/coin/doc"
+    for name, script in {
+        "apt-get": ": > r-cran-coin.deb",
+        "dpkg-deb": f'/bin/mkdir -p "{vignettes}"; echo paper > "{vignettes}/a.Rnw"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert everything(open_corpus("papers", data_dir=str(tmp_path))) == [("coin/a.Rnw", b"paper\n")]
+    (tmp_path / "apt-get").unlink()
+    assert everything(open_corpus("papers", data_dir=str(tmp_path))), "from the cache"
