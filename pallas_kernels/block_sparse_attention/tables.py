@@ -16,15 +16,21 @@ from jaxtyping import Array, Int, Shaped
 INT32_MAX = 2**31 - 1
 
 
+class Numbering(NamedTuple):
+    """The pairs one after the other, token by token. A number past the last pair names token T."""
+
+    token: Int[Array, "P"]  # the token of every pair; ascending
+    first: Int[Array, "T"]  # the number of a token's first pair; slot k of the token is pair first + k
+    count: Int[Array, "T"]  # how many pairs a token has
+
+
 class Tables(NamedTuple):
-    """Integers only; a padding row of a tile names pair P, a pair past the last one names token T."""
+    """The tiles. A padding row of a tile names pair P."""
 
     pair: Int[Array, "N t"]  # the pairs of every tile; padding rows come last
     resource: Int[Array, "N"]  # the resource that all pairs of the tile share
     begin: Int[Array, "R1"]  # the first tile of every resource; last, how many tiles hold a pair
-    token: Int[Array, "P"]  # the token of every pair; ascending
-    first: Int[Array, "T"]  # the number of a token's first pair; slot k of the token is pair first + k
-    count: Int[Array, "T"]  # how many pairs a token has
+    numbering: Numbering
 
 
 def build(
@@ -40,14 +46,8 @@ def build(
 
     `slack` empty tiles follow the bound on tiles, for loops that take several tiles a step and may read past the end.
     """
-    last = jnp.cumsum(count, dtype=jnp.int32)
-    first = last - count
-    # Pairs past the static bound are dropped with the last tokens: what an earlier token gets never depends on them.
-    count = jnp.clip(max_pairs - first, 0, count)
-    token = jnp.repeat(jnp.arange(len(count), dtype=jnp.int32), count, total_repeat_length=max_pairs)
-    token = jnp.where(jnp.arange(max_pairs) < last[-1], token, len(count))
-    partial = Tables(None, None, None, token, first, count)
-    order, start = _sort(from_slots(resource, partial, fill=num_resources), num_resources)
+    numbering = _number(count, max_pairs)
+    order, start = _sort(from_slots(resource, numbering, fill=num_resources), num_resources)
 
     tiles_R = -(-jnp.diff(start) // tile)
     begin = jnp.cumsum(jnp.pad(tiles_R, (1, 0)), dtype=jnp.int32)
@@ -57,7 +57,16 @@ def build(
     row_N = start[resource_N] + (n - begin[resource_N]) * tile
     row_Nt = row_N[:, None] + jnp.arange(tile, dtype=jnp.int32)
     pair = jnp.where(row_Nt < start[resource_N + 1][:, None], order.at[row_Nt].get(mode="clip"), max_pairs)
-    return partial._replace(pair=pair, resource=resource_N, begin=begin)
+    return Tables(pair, resource_N, begin, numbering)
+
+
+def _number(count: Int[Array, "T"], max_pairs: int) -> Numbering:
+    last = jnp.cumsum(count, dtype=jnp.int32)
+    first = last - count
+    # Pairs past the static bound are dropped with the last tokens: what an earlier token gets never depends on them.
+    count = jnp.clip(max_pairs - first, 0, count)
+    token = jnp.repeat(jnp.arange(len(count), dtype=jnp.int32), count, total_repeat_length=max_pairs)
+    return Numbering(jnp.where(jnp.arange(max_pairs) < last[-1], token, len(count)), first, count)
 
 
 def _sort(resource_P: Int[Array, "P"], num_resources: int) -> tuple[Int[Array, "P"], Int[Array, "R1"]]:
@@ -73,14 +82,14 @@ def _sort(resource_P: Int[Array, "P"], num_resources: int) -> tuple[Int[Array, "
     return key % pairs, jnp.searchsorted(key, bounds * pairs).astype(jnp.int32)
 
 
-def from_slots(x_TK: Shaped[Array, "T K"], tables: Tables, fill: float) -> Shaped[Array, "P"]:
+def from_slots(x_TK: Shaped[Array, "T K"], numbering: Numbering, fill: int | float) -> Shaped[Array, "P"]:
     """The value of every pair's slot; `fill` past the last pair."""
-    number = jnp.arange(len(tables.token), dtype=jnp.int32)
-    slot = number - tables.first.at[tables.token].get(mode="clip")
-    return x_TK.at[tables.token, slot].get(mode="fill", fill_value=fill)
+    token, first, _ = numbering
+    slot = jnp.arange(len(token), dtype=jnp.int32) - first.at[token].get(mode="clip")
+    return x_TK.at[token, slot].get(mode="fill", fill_value=fill)
 
 
-def to_slots(x_P: Shaped[Array, "P"], tables: Tables, slots: int) -> Shaped[Array, "T K"]:
+def to_slots(x_P: Shaped[Array, "P"], numbering: Numbering, slots: int) -> Shaped[Array, "T K"]:
     """The value of every slot's pair; 0 at unused slots."""
     k = jnp.arange(slots, dtype=jnp.int32)
-    return jnp.where(k < tables.count[:, None], x_P.at[tables.first[:, None] + k].get(mode="clip"), 0)
+    return jnp.where(k < numbering.count[:, None], x_P.at[numbering.first[:, None] + k].get(mode="clip"), 0)

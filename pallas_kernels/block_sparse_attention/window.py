@@ -66,11 +66,11 @@ def window_gradients(
             _seen(segment, chunk) & fresh[:, None, None, None],
             scale,
         )
-        split = lambda x: head_major(x).reshape(-1, 2, *key.shape[1:])
+        dk, dv = (head_major(x).reshape(-1, 2, *key.shape[1:]) for x in (dk, dv))
         return (
             d_query.at[chunk].add(head_major(dq)),
-            d_key.at[_previous(chunk)].add(split(dk)),
-            d_value.at[_previous(chunk)].add(split(dv)),
+            d_key.at[_previous(chunk)].add(dk),
+            d_value.at[_previous(chunk)].add(dv),
             d_bias.at[chunk].add(db),
         )
 

@@ -83,8 +83,8 @@ class _Group(NamedTuple):
 
 def _for_groups(step: Callable, state, first_tile, last_tile, *, static: _Static, pairs: Pairs, tables: Tables, m: int):
     """Fold step(group, state) -> state over the tiles from `first_tile` to `last_tile`, several at once."""
-    bias_P = tables_lib.from_slots(pairs.bias.astype(jnp.float32), tables, fill=-jnp.inf)
-    visible_P = tables_lib.from_slots(pairs.visible, tables, fill=0)
+    bias_P = tables_lib.from_slots(pairs.bias.astype(jnp.float32), tables.numbering, fill=-jnp.inf)
+    visible_P = tables_lib.from_slots(pairs.visible, tables.numbering, fill=0)
 
     def body(i, state):
         first = first_tile + i * static.group
@@ -93,7 +93,7 @@ def _for_groups(step: Callable, state, first_tile, last_tile, *, static: _Static
         pair = jnp.where(past[:, None], len(bias_P), pair)
         group = _Group(
             pair=pair,
-            token=tables.token.at[pair].get(mode="fill", fill_value=len(pairs.count)),
+            token=tables.numbering.token.at[pair].get(mode="fill", fill_value=len(pairs.count)),
             bias=bias_P.at[pair].get(mode="fill", fill_value=-jnp.inf)[:, None],
             seen=jnp.arange(m) < visible_P.at[pair].get(mode="fill", fill_value=0)[:, None, :, None],
             resource=jax.lax.dynamic_slice_in_dim(tables.resource, first, static.group),
@@ -124,7 +124,10 @@ def _pair_partials(
         )
 
     (m, heads, d), zeros = key.shape[1:], functools.partial(jnp.zeros_like, key, jnp.float32)
-    state = zeros(shape=(len(tables.token), heads, d)), zeros(shape=(len(tables.token), heads)) - jnp.inf
+    state = (
+        zeros(shape=(len(tables.numbering.token), heads, d)),
+        zeros(shape=(len(tables.numbering.token), heads)) - jnp.inf,
+    )
     loop = functools.partial(_for_groups, static=static, pairs=pairs, tables=tables, m=m)
     experts, end = tables.begin[static.num_context], tables.begin[-1]
     state = loop(functools.partial(step, query), state, 0, experts)
@@ -155,10 +158,10 @@ def _forward(static, query, query_expert, key, value, pairs, window, tables):
     """Output, log-sum-exp and mass; what the backward pass needs of them."""
     output_PHd, lse_PH = _pair_partials(static, query, query_expert, key, value, pairs, tables)
     window_part = None if window is None else window_attention(query, key, value, window, static.scale)
-    output, lse = _merge(output_PHd, lse_PH, tables.token, len(query), window_part)
+    output, lse = _merge(output_PHd, lse_PH, tables.numbering.token, len(query), window_part)
     output = output.astype(query.dtype)
-    mass_P = jnp.exp(lse_PH - finite(lse).at[tables.token].get(mode="clip")).mean(1)
-    mass = tables_lib.to_slots(mass_P, tables, pairs.resource.shape[1])
+    mass_P = jnp.exp(lse_PH - finite(lse).at[tables.numbering.token].get(mode="clip")).mean(1)
+    mass = tables_lib.to_slots(mass_P, tables.numbering, pairs.resource.shape[1])
     return (output, lse, mass), (query, query_expert, key, value, pairs, window, tables, output, lse)
 
 
@@ -196,12 +199,12 @@ def _backward(static, residuals, cotangents):
 
     loop = functools.partial(_for_groups, static=static, pairs=pairs, tables=tables, m=key.shape[1])
     experts, end = tables.begin[static.num_context], tables.begin[-1]
-    shared = d_key, d_value, jnp.zeros_like(tables.token, jnp.float32)
+    shared = d_key, d_value, jnp.zeros_like(tables.numbering.token, jnp.float32)
     d_query, *shared = loop(functools.partial(step, query), (d_query, *shared), 0, experts)
     state = jnp.zeros_like(d_query), *shared
     d_query_expert, d_key, d_value, d_bias_P = loop(functools.partial(step, query_expert), state, experts, end)
 
-    d_bias = tables_lib.to_slots(d_bias_P, tables, pairs.bias.shape[1])
+    d_bias = tables_lib.to_slots(d_bias_P, tables.numbering, pairs.bias.shape[1])
     d_pairs = Pairs(None, d_bias.astype(pairs.bias.dtype), None, None)
     d_window = None if window is None else Window(d_window.astype(window.bias.dtype), None)
     d_query, d_query_expert, d_key = (static.scale * x for x in (d_query, d_query_expert, d_key))

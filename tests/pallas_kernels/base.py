@@ -1,0 +1,224 @@
+"""What every implementation of block-sparse attention must do; a subclass names the implementation."""
+
+import subprocess
+import sys
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.block_sparse_attention import Window, block_sparse_attention
+from tests.pallas_kernels.cases import Inputs, Shape, Static, evaluate, random_inputs
+
+NAMED = {
+    "plain": Shape(),
+    "no window": Shape(window=False, tokens=25),
+    "no experts": Shape(experts=0, slots=3),
+    "no context": Shape(tokens=13, num_context=0, experts=5, window=False),
+    "no slots": Shape(slots=0),
+    "no pairs at all": Shape(count=0),
+    "every slot used, budget reached": Shape(count=4, spare=0),
+    "more pairs than a tile": Shape(tokens=300, m=2, num_context=3, experts=1, slots=4, window=False, count=4),
+    "chunks not a multiple of a step": Shape(tokens=6 * 130, m=6, num_context=130, heads=1, slots=2, segments=9),
+    "one key a resource": Shape(tokens=9, m=1, num_context=9, segments=1),
+}
+
+
+class BlockSparseAttentionTest:
+    implementation: str
+
+    def expected(self, inputs: Inputs, static: Static):
+        return evaluate(inputs, static, "reference")
+
+    def check(self, inputs: Inputs, static: Static, rtol: float = 1e-5):
+        """Everything agrees within rtol of the largest value; nothing is NaN, and -inf is where it should be."""
+        actual, expected = evaluate(inputs, static, self.implementation), self.expected(inputs, static)
+        for (path, a), e in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+            assert_close(np.asarray(a, np.float64), np.asarray(e, np.float64), rtol, jax.tree_util.keystr(path))
+        return actual
+
+    @pytest.mark.parametrize("name", NAMED)
+    def test_shapes(self, name):
+        self.check(*random_inputs(NAMED[name]))
+
+    @hypothesis.settings(max_examples=8, deadline=None, derandomize=True, database=None)
+    @hypothesis.given(data=st.data())
+    def test_random_shapes(self, data):
+        draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
+        m, num_context, experts, window = draw(1, 9), draw(1, 5), draw(0, 5), data.draw(st.booleans())
+        shape = Shape(
+            tokens=m * num_context if window else draw(1, 40),
+            heads=draw(1, 3),
+            d=draw(1, 9),
+            m=m,
+            num_context=num_context,
+            experts=experts,
+            slots=draw(0, num_context + experts),
+            window=window,
+            segments=draw(1, 4),
+            spare=draw(0, 20),
+            seed=draw(0, 99),
+        )
+        self.check(*random_inputs(shape))
+
+    def test_one_resource_takes_everything(self):
+        inputs, static = random_inputs(Shape(slots=1, count=1))
+        self.check(inputs._replace(pairs=inputs.pairs._replace(resource=jnp.full((24, 1), 3, jnp.int32))), static)
+
+    def test_ties(self):
+        inputs, static = random_inputs(Shape())
+        same = {name: jnp.zeros_like(getattr(inputs, name)) for name in ("query", "query_expert", "key")}
+        pairs = inputs.pairs._replace(bias=jnp.zeros_like(inputs.pairs.bias))
+        self.check(inputs._replace(**same, pairs=pairs), static)
+
+    def test_large_scores_do_not_overflow(self):
+        inputs, static = random_inputs(Shape())
+        # Products of 900 or so: float32 itself has an error of 1e-4 in the exponent, and the softmax inherits it.
+        self.check(inputs._replace(query=inputs.query * 30, key=inputs.key * 30), static, rtol=1e-3)
+
+    def test_scale(self):
+        inputs, static = random_inputs(Shape())
+        self.check(inputs, static._replace(scale=0.3))
+
+    def test_tokens_that_attend_to_nothing(self):
+        inputs, static = random_inputs(Shape(count=0))
+        window = inputs.window._replace(bias=jnp.full(24, -jnp.inf))
+        attention, gradients = self.check(inputs._replace(window=window), static)
+        assert np.all(np.asarray(attention.output) == 0)
+        assert np.all(np.asarray(attention.lse) == -np.inf)
+        assert all(np.all(np.asarray(x) == 0) for x in (attention.mass, *gradients))
+
+    def test_hidden_pairs(self):
+        inputs, static = random_inputs(Shape())
+        bias = inputs.pairs.bias.at[::2, 0].set(-jnp.inf)
+        self.check(inputs._replace(pairs=inputs.pairs._replace(bias=bias)), static)
+
+    def test_unused_slots_may_hold_anything(self):
+        inputs, static = random_inputs(Shape())
+        unused = np.arange(4) >= np.asarray(inputs.pairs.count)[:, None]
+        for resource, bias, visible in ((-1, np.nan, -5), (2**31 - 1, np.inf, 2**30)):
+            junk = (jnp.where(unused, *x) for x in zip((resource, bias, visible), inputs.pairs[:3], strict=True))
+            other = inputs._replace(
+                pairs=inputs.pairs._replace(**dict(zip(inputs.pairs._fields[:3], junk, strict=True)))
+            )
+            expected, actual = (evaluate(x, static, self.implementation) for x in (inputs, other))
+            jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+    def test_mass_and_window_share_sum_to_one(self):
+        inputs, static = random_inputs(Shape(window=False, tokens=50, count=3))
+        attention, _ = evaluate(inputs, static, self.implementation)
+        np.testing.assert_allclose(np.asarray(attention.mass).sum(1), 1.0, rtol=1e-5)
+
+    def test_bfloat16(self):
+        """Against float32 on the same rounded inputs: 2e-3 of the largest value, and for what is itself stored in
+        bfloat16 half a unit in the last place more (2^-9 of the value), which no arithmetic could avoid."""
+        inputs, static = random_inputs(Shape(tokens=96, m=16, num_context=6, d=16, experts=3), jnp.bfloat16)
+        exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, inputs)
+        actual, expected = evaluate(inputs, static, self.implementation), self.expected(exact, static)
+        assert actual[0].output.dtype == jnp.bfloat16
+        assert actual[0].lse.dtype == actual[0].mass.dtype == jnp.float32
+        for (path, a), e in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+            rounding = 2.0**-9 if a.dtype == jnp.bfloat16 else 0.0
+            assert_close(
+                np.asarray(a, np.float64), np.asarray(e, np.float64), 2e-3, jax.tree_util.keystr(path), rounding
+            )
+
+    def test_causal_to_the_bit(self):
+        """Nothing that later tokens hold, nor where they go, moves a bit of an earlier token."""
+        shape = Shape(tokens=320, m=16, num_context=20, experts=4, slots=6, heads=2, d=8)
+        (inputs, static), (other, _) = (random_inputs(Shape(**{**vars(shape), "seed": seed})) for seed in (0, 1))
+        static = static._replace(max_pairs=shape.tokens * shape.slots)
+        run = jax.jit(lambda x: attend(x, static, self.implementation))
+        for cut in (1, 16, 100, 250):
+            # A causal caller routes a token to complete earlier chunks and experts alone.
+            first, second = causal(inputs, cut, inputs), causal(inputs, cut, other)
+            for a, b in zip(run(first), run(second), strict=True):
+                np.testing.assert_array_equal(np.asarray(a)[:cut], np.asarray(b)[:cut])
+
+    def test_scan_and_remat(self):
+        inputs, static = random_inputs(Shape())
+
+        def loss(query, looped):
+            @jax.checkpoint
+            def layer(query):
+                return query + attend(inputs._replace(query=query), static, self.implementation).output
+
+            if looped:
+                query, _ = jax.lax.scan(lambda q, _: (layer(q), None), query, length=3)
+            else:
+                query = layer(layer(layer(query)))
+            return jnp.sum(query**2)
+
+        looped, unrolled = (jax.jit(jax.grad(loss), static_argnums=1)(inputs.query, x) for x in (True, False))
+        assert_close(np.asarray(looped), np.asarray(unrolled), 1e-5, "gradient")
+
+    def test_new_counts_do_not_recompile(self):
+        inputs, static = random_inputs(Shape())
+        traces = []
+
+        @jax.jit
+        def run(pairs):
+            traces.append(1)
+            return attend(inputs._replace(pairs=pairs), static, self.implementation)
+
+        for count in (0, 1, 2):
+            run(inputs.pairs._replace(count=jnp.full(24, count, jnp.int32)))
+        assert len(traces) == 1
+
+    def test_sharded_over_devices(self):
+        """On two devices, in a process of its own: their number is fixed when JAX starts."""
+        command = [sys.executable, "-m", "tests.pallas_kernels.sharded", self.implementation]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.split() == ["2", "devices", "agree"]
+
+
+def attend(inputs: Inputs, static: Static, implementation: str):
+    return block_sparse_attention(*inputs[:5], window=inputs.window, implementation=implementation, **static._asdict())
+
+
+def causal(inputs: Inputs, cut: int, later: Inputs) -> Inputs:
+    """`inputs` up to token `cut`, `later` from there on; tokens before the cut see complete chunks before it only."""
+    tokens, m = len(inputs.query), inputs.key.shape[1]
+    chunks, now = tokens // m, jnp.arange(tokens) < cut
+    pick = lambda a, b: jnp.where(now.reshape(-1, *[1] * (a.ndim - 1)), a, b)  # noqa: E731
+    table = (
+        lambda a, b: jnp.concatenate(
+            [  # noqa: E731
+                pick(a[:chunks].reshape(tokens, *a.shape[2:]), b[:chunks].reshape(tokens, *a.shape[2:])).reshape(
+                    a[:chunks].shape
+                ),
+                a[chunks:],
+            ]
+        )
+    )
+    pairs = jax.tree.map(pick, inputs.pairs, later.pairs)
+    chunk_of_token = (jnp.arange(tokens) // m)[:, None]
+    # A slot that names a chunk which is not complete yet is hidden; later tokens may do what they like.
+    early = now[:, None] & (pairs.resource < chunks) & (pairs.resource >= chunk_of_token)
+    pairs = pairs._replace(bias=jnp.where(early, -jnp.inf, pairs.bias))
+    return inputs._replace(
+        query=pick(inputs.query, later.query),
+        query_expert=pick(inputs.query_expert, later.query_expert),
+        key=table(inputs.key, later.key),
+        value=table(inputs.value, later.value),
+        pairs=pairs,
+        window=Window(*(pick(a, b) for a, b in zip(inputs.window, later.window, strict=True))),
+    )
+
+
+def assert_close(actual, expected, rtol: float, name: str, rounding: float = 0.0) -> None:
+    """Within rtol of the largest finite value, plus `rounding` of each value."""
+    assert actual.shape == expected.shape, name
+    assert not np.isnan(actual).any(), f"{name} has a NaN"
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(np.isfinite(actual), finite, err_msg=name)
+    size = np.abs(expected[finite]).max(initial=0.0)
+    allowed = rtol * max(size, 1e-3) + rounding * np.abs(expected[finite])
+    excess = np.abs(actual[finite] - expected[finite]) - allowed
+    assert excess.max(initial=-1.0) <= 0, (
+        f"{name} is off by {excess.max():.3g} beyond the tolerance; largest value {size:.3g}"
+    )

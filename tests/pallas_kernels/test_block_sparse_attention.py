@@ -1,0 +1,66 @@
+"""Every implementation against the definition, and the definition against loops in float64."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.block_sparse_attention import block_sparse_attention
+from tests.pallas_kernels.base import BlockSparseAttentionTest, attend
+from tests.pallas_kernels.cases import Inputs, Shape, Static, evaluate, naive, random_inputs
+
+
+class TestReference(BlockSparseAttentionTest):
+    implementation = "reference"
+
+    def expected(self, inputs: Inputs, static: Static):
+        return naive(inputs, static)
+
+
+class TestXla(BlockSparseAttentionTest):
+    implementation = "xla"
+
+    def test_pairs_past_the_bound_are_dropped_from_the_last_tokens(self):
+        inputs, static = random_inputs(Shape(count=2))
+        short = attend(inputs, static._replace(max_pairs=31), "xla")
+        count = inputs.pairs.count.at[15:].set(0).at[15].set(1)
+        expected = attend(inputs._replace(pairs=inputs.pairs._replace(count=count)), static, "xla")
+        jax.tree.map(lambda a, b: pytest.approx(a) == b, short, expected)
+
+    def test_memory_does_not_hold_the_scores(self):
+        """Temporary memory grows by far less than the scores of all pairs, which a careless form would keep."""
+        sizes = []
+        for tokens in (1024, 4096):
+            shape = Shape(tokens=tokens, m=32, num_context=tokens // 32, experts=32, heads=4, d=16, slots=4, count=4)
+            inputs, static = random_inputs(shape)
+            compiled = jax.jit(lambda x, s=static: evaluate(x, s, "xla")).lower(inputs).compile()
+            sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+        score_bytes = 4 * 32 * 4 * 4 * (4096 - 1024)  # pairs a token, keys, heads, bytes
+        query_bytes = 4 * 16 * 4 * (4096 - 1024)
+        assert sizes[1] - sizes[0] < 16 * query_bytes < 2 * score_bytes
+
+
+def test_default_is_an_implementation_for_this_device():
+    inputs, static = random_inputs(Shape())
+    default, xla = (attend(inputs, static, name) for name in (None, "xla"))
+    jax.tree.map(lambda a, b: pytest.approx(a) == b, default, xla)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"implementation": "cuda"}, "implementation='cuda'.*reference.*xla"),
+        ({"num_context": 6}, "num_context=6; wanted 0 to 5"),
+        ({"max_pairs": -1}, "max_pairs=-1"),
+        ({"num_context": 2}, "number of tokens is 24; wanted 16"),
+    ],
+)
+def test_refusals_name_the_argument(change, message):
+    inputs, static = random_inputs(Shape())
+    with pytest.raises(ValueError, match=message):
+        block_sparse_attention(*inputs[:5], window=inputs.window, **{**static._asdict(), **change})
+
+
+def test_mixed_dtypes_are_refused():
+    inputs, static = random_inputs(Shape())
+    with pytest.raises(ValueError, match=r"key\.dtype is bfloat16; wanted float32"):
+        attend(inputs._replace(key=inputs.key.astype(jnp.bfloat16)), static, "xla")
