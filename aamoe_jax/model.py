@@ -131,6 +131,11 @@ def _in_layer_order(collected: list[Statistics]) -> Statistics:
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stack)
 
 
+def structure(config: ModelConfig) -> nnx.GraphDef:
+    """What `split` would give as the model's structure; no parameter is made."""
+    return nnx.graphdef(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
+
+
 def split(model: LanguageModel) -> tuple[nnx.GraphDef, dict[str, Any]]:
     """The model's structure, and its parameters as a nested dict of arrays under this project's own path names."""
     graphdef, params = nnx.split(model)

@@ -9,7 +9,6 @@ python -m launch.prepare --domain=code,books --train_tokenizer=bpe:8192 # a sent
 
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +16,11 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from aamoe_jax.config import ConfigError
 from aamoe_jax.data import DataError, corpora, open_corpus, prepare, text_corpus
 from aamoe_jax.data.corpora import SPLITS, Corpus
 from aamoe_jax.data.stream import stream_dir
 from aamoe_jax.data.tokenizers import load_tokenizer, train_sentencepiece
+from launch import program
 
 TRAINING_BYTES = 8_000_000
 """Text that a tokenizer learns from, spread evenly over the corpora: plenty for vocabularies of 8 to 32 thousand."""
@@ -45,17 +44,13 @@ def main(argv: list[str]) -> None:
     args = flags.FLAGS
     if len(argv) > 1:
         raise app.UsageError(f"unknown argument {argv[1]!r}; quote the pattern of --text")
-    try:
-        opened = _corpora(args.text, args.name, args.domain, args.data_dir, args.tfds_dir)
-        spec = args.tokenizer
-        if args.train_tokenizer is not None:
-            spec = train_tokenizer(opened, args.train_tokenizer, data_dir=args.data_dir)
-            print(f"tokenizer {spec}")
-        for corpus in opened:
-            _prepare(corpus, args.data_dir, spec, args.document_align, args.existing)
-    except ConfigError as error:
-        print(f"launch.prepare: {error}", file=sys.stderr)
-        sys.exit(1)
+    opened = _corpora(args.text, args.name, args.domain, args.data_dir, args.tfds_dir)
+    spec = args.tokenizer
+    if args.train_tokenizer is not None:
+        spec = train_tokenizer(opened, args.train_tokenizer, data_dir=args.data_dir)
+        print(f"tokenizer {spec}")
+    for corpus in opened:
+        _prepare(corpus, args.data_dir, spec, args.document_align, args.existing)
 
 
 def train_tokenizer(opened: list[Corpus], spec: str, *, data_dir: str) -> str:
@@ -118,4 +113,4 @@ def _table(metadata: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     define_flags()
-    app.run(main)
+    program.run(main)

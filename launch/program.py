@@ -7,13 +7,14 @@ if __name__ == "__main__":
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags
 
-from aamoe_jax.config import ConfigError, ExperimentConfig
+from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig
 from experiments.binding import load_experiment
 
 
@@ -37,6 +38,17 @@ def define_experiment_flags() -> None:
 def experiment_from_flags() -> ExperimentConfig:
     """The experiment that --gin_file and --gin_param describe."""
     return load_experiment(flags.FLAGS.gin_file, flags.FLAGS.gin_param)
+
+
+def refuse_arguments(argv: list[str]) -> None:
+    """Every input is a flag: a stray word is a typing slip, and is not ignored."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
+
+
+def data_config(config: ExperimentConfig, data_dir: str | None) -> DataConfig:
+    """The run's data, looked for in `data_dir` where that is given."""
+    return config.data if data_dir is None else dataclasses.replace(config.data, data_dir=data_dir)
 
 
 def run(main: Callable[[list[str]], Any]) -> None:

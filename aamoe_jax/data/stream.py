@@ -24,10 +24,12 @@ def stream_name(name: str, tokenizer: Tokenizer, document_align: int) -> str:
 
 
 def stream_dir(data_dir: str, name: str, tokenizer: Tokenizer, document_align: int) -> Path:
+    """Where the token stream of `name` lies, prepared or not."""
     return Path(data_dir) / _FOLDER / stream_name(name, tokenizer, document_align) / VERSION
 
 
 def read_metadata(directory: Path) -> dict[str, Any]:
+    """What `dataset_metadata` gives, from the folder itself."""
     return json.loads((directory / "metadata.json").read_text())
 
 

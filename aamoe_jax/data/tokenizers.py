@@ -36,7 +36,9 @@ class Tokenizer(Protocol):
         """Bytes that each token stands for; 0 for pad, eos and ids that are never written."""
         ...
 
-    def encode(self, text: bytes) -> UInt16[np.ndarray, "n"]: ...
+    def encode(self, text: bytes) -> UInt16[np.ndarray, "n"]:
+        """The tokens of a text, without special ones."""
+        ...
 
     def decode(self, ids: Integer[np.ndarray, "n"]) -> bytes:
         """The inverse of `encode`; special tokens decode to nothing."""
@@ -100,6 +102,7 @@ class SentencePieceTokenizer:
         return np.array([len(piece) for piece in self._pieces], np.int32)
 
     def encode(self, text: bytes) -> UInt16[np.ndarray, "n"]:
+        """The pieces of a text, which must be UTF-8."""
         try:
             parts = text.decode("utf-8").split("▁")
         except UnicodeDecodeError as error:

@@ -42,7 +42,7 @@ def test_an_expected_error_is_one_line_and_exit_code_1(tmp_path):
     done = run("--domain=poems", f"--data_dir={tmp_path}")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "launch.prepare: --domain='poems': there are code, books, papers and tfds:NAME; for your own files: "
+        "error: --domain='poems': there are code, books, papers and tfds:NAME; for your own files: "
         "`python -m launch.prepare --text='DIR/**/*.txt' --name=NAME`"
     ]
 

@@ -1,0 +1,35 @@
+# Two commands: `make train` and `make test`. Both install into .venv first, from setup.cfg and constraints.txt alone.
+
+PYTHON ?= python3
+RUN ?= runs/quickstart
+BIN = .venv/bin
+
+export JAX_PLATFORMS ?= cpu
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
+.PHONY: train test lint clean
+
+train: .venv/installed
+	$(BIN)/python -m launch.train --gin_file=quickstart.gin --run_dir=$(RUN)
+	$(BIN)/python -m launch.evaluate --checkpoint=$(RUN)
+	$(BIN)/python -m launch.generate --checkpoint=$(RUN) --prompt='def '
+	$(BIN)/python -m launch.draw --run_dir=$(RUN)
+
+test: .venv/installed lint
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.venv/installed: setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	@start=$$(date +%s); set -x; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' && \
+	  { set +x; echo "installed into .venv in $$(($$(date +%s) - start)) s"; }
+	@touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,81 @@
+"""Trains a language model, or goes on with a run that was stopped.
+
+  python -m launch.train --gin_file=aamoe.gin --run_dir=runs/aamoe
+  python -m launch.train --gin_file=aamoe.gin --gin_param='TrainingConfig.seed = 1' --run_dir=runs/aamoe_1
+  python -m launch.train --gin_file=aamoe.gin --run_dir=runs/aamoe --profile=10:12
+
+The run folder holds config.gin and config.json (all fields, as they were used), metrics.jsonl, and checkpoints/. Where it
+has a checkpoint the run goes on from there, to the same bits as if it had never stopped; a config that changed is
+refused with what changed. The dataset `code` is prepared on first use; others are by launch.prepare.
+
+SIGTERM and SIGINT (Ctrl-C) stop the run after the step in flight with a complete checkpoint; a second one stops at once.
+
+Exit codes: 0 finished; 1 the config, the data or a checkpoint does not fit; 3 the loss is not finite; 4 a checkpoint
+could not be written; 143 stopped by SIGTERM and 130 by SIGINT, with everything saved: the same command goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from absl import flags, logging
+
+from aamoe_jax.config import ExperimentConfig
+from aamoe_jax.data import ensure_prepared
+from aamoe_jax.training.checkpoints import SaveError
+from aamoe_jax.training.loop import DivergedError, Result, train
+from aamoe_jax.training.metrics import read_metrics
+from aamoe_jax.training.profile import ProfileWindow
+from experiments.binding import operative_gin
+from launch.program import define_experiment_flags, experiment_from_flags, refuse_arguments, run
+
+EXIT_DIVERGED = 3
+EXIT_NOT_SAVED = 4
+EXIT_SIGNAL = 128
+"""Plus the number of the signal, as shells do."""
+
+
+def define_flags() -> None:
+    """The flags of this program. They are defined when it runs, so that importing it adds none to another program."""
+    define_experiment_flags()
+    flags.DEFINE_string("run_dir", None, "Folder of the run: made if it is missing, gone on with if it has begun.")
+    flags.DEFINE_string("profile", None, "START:STOP: a profiler trace of these steps, into the run folder.")
+    flags.mark_flag_as_required("run_dir")
+
+
+def main(argv: list[str]) -> int:
+    logging.set_verbosity(logging.WARNING)  # TFDS and Orbax report every file
+    refuse_arguments(argv)
+    run_dir, config = Path(flags.FLAGS.run_dir), experiment_from_flags()
+    profile = ProfileWindow.parse(flags.FLAGS.profile) if flags.FLAGS.profile is not None else None
+    ensure_prepared(config.data)
+    try:
+        result = train(config, run_dir, profile=profile, notes={"config.gin": operative_gin(config)})
+    except DivergedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_DIVERGED
+    except SaveError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_NOT_SAVED
+    if result.interrupted is not None:
+        print(
+            f"stopped by {result.interrupted.name} after step {result.step}, saved; the same command goes on from there"
+        )
+        return EXIT_SIGNAL + result.interrupted
+    print(summary(config, run_dir, result))
+    return 0
+
+
+def summary(config: ExperimentConfig, run_dir: Path, result: Result) -> str:
+    """The run in one line."""
+    trained = [record for record in read_metrics(run_dir) if record["kind"] == "train"]
+    parts = [f"{result.step} steps, {trained[-1]['tokens']:,} tokens", f"loss {trained[-1]['loss']:.4f}"]
+    if result.validation_loss is not None:
+        parts.append(f"validation loss {result.validation_loss:.4f}")
+    return f"done: {', '.join(parts)}; {run_dir}"
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)
