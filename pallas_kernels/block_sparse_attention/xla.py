@@ -159,10 +159,11 @@ def _forward(static, query, query_expert, key, value, pairs, window, tables):
     output_PHd, lse_PH = _pair_partials(static, query, query_expert, key, value, pairs, tables)
     window_part = None if window is None else window_attention(query, key, value, window, static.scale)
     output, lse = _merge(output_PHd, lse_PH, tables.numbering.token, len(query), window_part)
-    output = output.astype(query.dtype)
     mass_P = jnp.exp(lse_PH - finite(lse).at[tables.numbering.token].get(mode="clip")).mean(1)
     mass = tables_lib.to_slots(mass_P, tables.numbering, pairs.resource.shape[1])
-    return (output, lse, mass), (query, query_expert, key, value, pairs, window, tables, output, lse)
+    # The float32 output is kept: from a rounded one the gradient of every bias would be off by the rounding.
+    residuals = query, query_expert, key, value, pairs, window, tables, output, lse
+    return (output.astype(query.dtype), lse, mass), residuals
 
 
 def _backward(static, residuals, cotangents):

@@ -1,5 +1,6 @@
 """What every implementation of block-sparse attention must do; a subclass names the implementation."""
 
+import functools
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.block_sparse_attention import Window, block_sparse_attention
+from pallas_kernels.block_sparse_attention import block_sparse_attention
 from tests.pallas_kernels.cases import Inputs, Shape, Static, evaluate, random_inputs
 
 NAMED = {
@@ -37,14 +38,21 @@ class BlockSparseAttentionTest:
         """Everything agrees within rtol of the largest value; nothing is NaN, and -inf is where it should be."""
         actual, expected = evaluate(inputs, static, self.implementation), self.expected(inputs, static)
         for (path, a), e in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
-            assert_close(np.asarray(a, np.float64), np.asarray(e, np.float64), rtol, jax.tree_util.keystr(path))
+            assert_close(a, e, rtol, jax.tree_util.keystr(path))
         return actual
 
     @pytest.mark.parametrize("name", NAMED)
     def test_shapes(self, name):
         self.check(*random_inputs(NAMED[name]))
 
-    @hypothesis.settings(max_examples=8, deadline=None, derandomize=True, database=None)
+    # Every implementation runs this test; with no database there is nothing that one could replay for another.
+    @hypothesis.settings(
+        max_examples=5,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[hypothesis.HealthCheck.differing_executors],
+    )
     @hypothesis.given(data=st.data())
     def test_random_shapes(self, data):
         draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
@@ -113,29 +121,34 @@ class BlockSparseAttentionTest:
         np.testing.assert_allclose(np.asarray(attention.mass).sum(1), 1.0, rtol=1e-5)
 
     def test_bfloat16(self):
-        """Against float32 on the same rounded inputs: 2e-3 of the largest value, and for what is itself stored in
-        bfloat16 half a unit in the last place more (2^-9 of the value), which no arithmetic could avoid."""
+        """Against float32 on the same rounded inputs: 2e-3 of the largest value, plus what no arithmetic could avoid.
+
+        That is half a unit in the last place, 2^-9: of each value, where it is stored in bfloat16; and of the largest
+        value, for the gradients that are products with probabilities or score gradients rounded to bfloat16.
+        """
         inputs, static = random_inputs(Shape(tokens=96, m=16, num_context=6, d=16, experts=3), jnp.bfloat16)
         exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, inputs)
-        actual, expected = evaluate(inputs, static, self.implementation), self.expected(exact, static)
-        assert actual[0].output.dtype == jnp.bfloat16
-        assert actual[0].lse.dtype == actual[0].mass.dtype == jnp.float32
-        for (path, a), e in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        (actual, gradients), (expected, exact_gradients) = (
+            evaluate(inputs, static, self.implementation),
+            self.expected(exact, static),
+        )
+        assert actual.output.dtype == jnp.bfloat16
+        assert actual.lse.dtype == actual.mass.dtype == gradients.pair_bias.dtype == jnp.float32
+        for name, a, e in zip(actual._fields, actual, expected, strict=True):
+            assert_close(a, e, 2e-3, name, rounding=2.0**-9 if a.dtype == jnp.bfloat16 else 0.0)
+        for name, a, e in zip(gradients._fields, gradients, exact_gradients, strict=True):
             rounding = 2.0**-9 if a.dtype == jnp.bfloat16 else 0.0
-            assert_close(
-                np.asarray(a, np.float64), np.asarray(e, np.float64), 2e-3, jax.tree_util.keystr(path), rounding
-            )
+            assert_close(a, e, 2e-3 + rounding, name, rounding)
 
     def test_causal_to_the_bit(self):
         """Nothing that later tokens hold, nor where they go, moves a bit of an earlier token."""
         shape = Shape(tokens=320, m=16, num_context=20, experts=4, slots=6, heads=2, d=8)
         (inputs, static), (other, _) = (random_inputs(Shape(**{**vars(shape), "seed": seed})) for seed in (0, 1))
         static = static._replace(max_pairs=shape.tokens * shape.slots)
-        run = jax.jit(lambda x: attend(x, static, self.implementation))
         for cut in (1, 16, 100, 250):
             # A causal caller routes a token to complete earlier chunks and experts alone.
             first, second = causal(inputs, cut, inputs), causal(inputs, cut, other)
-            for a, b in zip(run(first), run(second), strict=True):
+            for a, b in zip(*(attend(x, static, self.implementation) for x in (first, second)), strict=True):
                 np.testing.assert_array_equal(np.asarray(a)[:cut], np.asarray(b)[:cut])
 
     def test_scan_and_remat(self):
@@ -147,13 +160,13 @@ class BlockSparseAttentionTest:
                 return query + attend(inputs._replace(query=query), static, self.implementation).output
 
             if looped:
-                query, _ = jax.lax.scan(lambda q, _: (layer(q), None), query, length=3)
+                query, _ = jax.lax.scan(lambda q, _: (layer(q), None), query, length=2)
             else:
-                query = layer(layer(layer(query)))
+                query = layer(layer(query))
             return jnp.sum(query**2)
 
         looped, unrolled = (jax.jit(jax.grad(loss), static_argnums=1)(inputs.query, x) for x in (True, False))
-        assert_close(np.asarray(looped), np.asarray(unrolled), 1e-5, "gradient")
+        assert_close(looped, unrolled, 1e-5, "gradient")
 
     def test_new_counts_do_not_recompile(self):
         inputs, static = random_inputs(Shape())
@@ -176,42 +189,40 @@ class BlockSparseAttentionTest:
         assert result.stdout.split() == ["2", "devices", "agree"]
 
 
-def attend(inputs: Inputs, static: Static, implementation: str):
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def attend(inputs: Inputs, static: Static, implementation: str | None):
     return block_sparse_attention(*inputs[:5], window=inputs.window, implementation=implementation, **static._asdict())
 
 
 def causal(inputs: Inputs, cut: int, later: Inputs) -> Inputs:
     """`inputs` up to token `cut`, `later` from there on; tokens before the cut see complete chunks before it only."""
     tokens, m = len(inputs.query), inputs.key.shape[1]
-    chunks, now = tokens // m, jnp.arange(tokens) < cut
-    pick = lambda a, b: jnp.where(now.reshape(-1, *[1] * (a.ndim - 1)), a, b)  # noqa: E731
-    table = (
-        lambda a, b: jnp.concatenate(
-            [  # noqa: E731
-                pick(a[:chunks].reshape(tokens, *a.shape[2:]), b[:chunks].reshape(tokens, *a.shape[2:])).reshape(
-                    a[:chunks].shape
-                ),
-                a[chunks:],
-            ]
-        )
-    )
+    chunks = tokens // m
+
+    def pick(a, b):
+        return jnp.concatenate([a[:cut], b[cut:]])
+
+    def pick_keys(a, b):
+        context = pick(*(x[:chunks].reshape(tokens, *x.shape[2:]) for x in (a, b)))
+        return jnp.concatenate([context.reshape(chunks, m, *context.shape[1:]), a[chunks:]])
+
     pairs = jax.tree.map(pick, inputs.pairs, later.pairs)
-    chunk_of_token = (jnp.arange(tokens) // m)[:, None]
+    chunk_T1 = (jnp.arange(tokens) // m)[:, None]
     # A slot that names a chunk which is not complete yet is hidden; later tokens may do what they like.
-    early = now[:, None] & (pairs.resource < chunks) & (pairs.resource >= chunk_of_token)
-    pairs = pairs._replace(bias=jnp.where(early, -jnp.inf, pairs.bias))
+    early = (jnp.arange(tokens) < cut)[:, None] & (pairs.resource < chunks) & (pairs.resource >= chunk_T1)
     return inputs._replace(
         query=pick(inputs.query, later.query),
         query_expert=pick(inputs.query_expert, later.query_expert),
-        key=table(inputs.key, later.key),
-        value=table(inputs.value, later.value),
-        pairs=pairs,
-        window=Window(*(pick(a, b) for a, b in zip(inputs.window, later.window, strict=True))),
+        key=pick_keys(inputs.key, later.key),
+        value=pick_keys(inputs.value, later.value),
+        pairs=pairs._replace(bias=jnp.where(early, -jnp.inf, pairs.bias)),
+        window=jax.tree.map(pick, inputs.window, later.window),
     )
 
 
 def assert_close(actual, expected, rtol: float, name: str, rounding: float = 0.0) -> None:
     """Within rtol of the largest finite value, plus `rounding` of each value."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert actual.shape == expected.shape, name
     assert not np.isnan(actual).any(), f"{name} has a NaN"
     finite = np.isfinite(expected)

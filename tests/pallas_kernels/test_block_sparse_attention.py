@@ -1,7 +1,10 @@
 """Every implementation against the definition, and the definition against loops in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.block_sparse_attention import block_sparse_attention
@@ -24,25 +27,24 @@ class TestXla(BlockSparseAttentionTest):
         short = attend(inputs, static._replace(max_pairs=31), "xla")
         count = inputs.pairs.count.at[15:].set(0).at[15].set(1)
         expected = attend(inputs._replace(pairs=inputs.pairs._replace(count=count)), static, "xla")
-        jax.tree.map(lambda a, b: pytest.approx(a) == b, short, expected)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), short, expected)
 
     def test_memory_does_not_hold_the_scores(self):
-        """Temporary memory grows by far less than the scores of all pairs, which a careless form would keep."""
+        """Temporary memory grows by less than one copy of the scores of all pairs; a careless form keeps several."""
         sizes = []
-        for tokens in (1024, 4096):
-            shape = Shape(tokens=tokens, m=32, num_context=tokens // 32, experts=32, heads=4, d=16, slots=4, count=4)
+        for tokens in (512, 2048):
+            shape = Shape(tokens=tokens, m=128, num_context=tokens // 128, experts=32, heads=4, d=16, slots=4, count=4)
             inputs, static = random_inputs(shape)
             compiled = jax.jit(lambda x, s=static: evaluate(x, s, "xla")).lower(inputs).compile()
             sizes.append(compiled.memory_analysis().temp_size_in_bytes)
-        score_bytes = 4 * 32 * 4 * 4 * (4096 - 1024)  # pairs a token, keys, heads, bytes
-        query_bytes = 4 * 16 * 4 * (4096 - 1024)
-        assert sizes[1] - sizes[0] < 16 * query_bytes < 2 * score_bytes
+        score_bytes = 4 * 128 * 4 * 4 * (2048 - 512)  # pairs a token, keys, heads, bytes
+        assert sizes[1] - sizes[0] < score_bytes
 
 
 def test_default_is_an_implementation_for_this_device():
     inputs, static = random_inputs(Shape())
     default, xla = (attend(inputs, static, name) for name in (None, "xla"))
-    jax.tree.map(lambda a, b: pytest.approx(a) == b, default, xla)
+    jax.tree.map(np.testing.assert_array_equal, default, xla)
 
 
 @pytest.mark.parametrize(
