@@ -4,14 +4,14 @@
   python -m launch.train --gin_file=aamoe.gin --gin_param='TrainingConfig.seed = 1' --run_dir=runs/aamoe_1
   python -m launch.train --gin_file=aamoe.gin --run_dir=runs/aamoe --profile=10:12
 
-The run folder holds config.gin and config.json (all fields, as they were used), metrics.jsonl, and checkpoints/. Where it
-has a checkpoint the run goes on from there, to the same bits as if it had never stopped; a config that changed is
+The run folder holds config.gin and config.json (all fields, as they were used), metrics.jsonl and checkpoints/. Where
+it has a checkpoint the run goes on from there, to the same bits as if it had never stopped; a config that changed is
 refused with what changed. The dataset `code` is prepared on first use; others are by launch.prepare.
 
-SIGTERM and SIGINT (Ctrl-C) stop the run after the step in flight with a complete checkpoint; a second one stops at once.
+SIGTERM and SIGINT (Ctrl-C) stop the run after the step in flight with a complete checkpoint; a second one kills it.
 
 Exit codes: 0 finished; 1 the config, the data or a checkpoint does not fit; 3 the loss is not finite; 4 a checkpoint
-could not be written; 143 stopped by SIGTERM and 130 by SIGINT, with everything saved: the same command goes on.
+or a metric could not be written; 143 stopped by SIGTERM and 130 by SIGINT, all saved: the same command goes on.
 """
 
 from __future__ import annotations

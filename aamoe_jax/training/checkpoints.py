@@ -1,0 +1,343 @@
+"""Checkpoints: the one module around Orbax.
+
+A checkpoint is a folder named after its step, which appears in one rename when all of it is written:
+
+  params     the parameters, a nested dict under the model's path names
+  optimizer  the optimizer's state, a nested dict
+  meta       JSON: format, step, key, position in the data, config, datasets, library versions, validation loss
+
+Orbax does not notice a flipped bit inside an array, so `meta` also holds a fingerprint of every array and of itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import logging
+import platform
+import shutil
+import sys
+import zlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from flax import serialization
+from jaxtyping import Array, Shaped, UInt32
+
+from aamoe_jax.config import ConfigError, ExperimentConfig, from_dict, to_dict
+from aamoe_jax.data import DataState
+from aamoe_jax.training.state import TrainState
+
+FORMAT = 1
+FOLDER = "checkpoints"
+LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+Which = Literal["latest", "best"]
+Meta = dict[str, Any]
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that is missing or does not fit. The message says which, and what to do next."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint that is damaged."""
+
+
+class SaveError(CheckpointError):
+    """A part of the run that could not be written."""
+
+
+class Checkpoint(NamedTuple):
+    """What evaluation needs of a checkpoint."""
+
+    config: ExperimentConfig
+    params: dict[str, Any]
+    """For `aamoe_jax.model.merge`."""
+    step: int
+    metadata: Meta
+    """All of `meta`: `datasets`, `versions`, `validation_loss`, ..."""
+
+
+def load_checkpoint(path: str | Path, which: Which = "latest") -> Checkpoint:
+    """A checkpoint by its path alone: that of a run folder, of its checkpoints, or of a single one.
+
+    Args:
+      which: of several checkpoints the newest, or the one with the lowest validation loss.
+
+    Raises:
+      CheckpointError: there is none, or it was written by a newer version.
+      CorruptCheckpointError: it is damaged.
+    """
+    directory = find_checkpoint(Path(path), which)
+    meta = read_meta(directory)
+    config = from_dict(ExperimentConfig, meta["config"])
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    params = _restore(directory, "params", None, device)
+    _check_fingerprints(directory, {"params": params}, meta)
+    return Checkpoint(config, params, meta["step"], meta)
+
+
+def find_checkpoint(path: Path, which: Which = "latest") -> Path:
+    """The folder of one checkpoint, given that of a run, of its checkpoints, or of itself."""
+    if path.name.isdecimal() and (path / "meta").is_dir():
+        return path
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    steps = saved_steps(folder)
+    if not steps:
+        raise CheckpointError(f"there is no checkpoint in {str(path)!r}: pass a run folder or one of its checkpoints")
+    if which == "latest":
+        return folder / str(steps[-1])
+    losses = {step: loss for step in steps if (loss := _validation_loss(folder / str(step))) is not None}
+    if not losses:
+        raise CheckpointError(f"no checkpoint in {str(path)!r} was evaluated, so none is the best: take the latest")
+    return folder / str(min(losses, key=losses.__getitem__))
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, oldest first."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal() and path.is_dir())
+
+
+def read_meta(directory: Path) -> Meta:
+    """The JSON of a checkpoint, checked."""
+    try:
+        meta = json.loads((directory / "meta" / "metadata").read_text())
+        readable, intact = meta["format"] <= FORMAT, meta["digest"] == _digest(meta)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise _corrupt(directory, error) from error
+    if not readable:
+        raise CheckpointError(
+            f"{directory} has checkpoint format {meta['format']}, this version reads up to {FORMAT}: update aamoe_jax"
+        )
+    if not intact or str(meta["step"]) != directory.name:
+        raise _corrupt(directory, "its metadata was altered")
+    return meta
+
+
+class CheckpointStore:
+    """The checkpoints of one run: writes them beside the training, keeps the newest and the best.
+
+    What goes wrong while writing is raised by the next call, whichever it is, as a SaveError.
+    """
+
+    def __init__(self, folder: Path, *, keep_last: int):
+        self.folder = folder.absolute()  # Orbax takes no others
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SaveError(f"{self.folder} cannot be made: {error.strerror}") from error
+        self._keep_last = keep_last
+        self._writing: int | None = None
+        self._remove_unfinished()
+        self._losses = {step: _validation_loss(self.folder / str(step)) for step in self.steps()}
+        # Orbax prints the traceback of every error that it also raises.
+        logging.getLogger("absl").addFilter(_not_from_orbax)
+        self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+
+    def __enter__(self) -> CheckpointStore:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._abandon(error)
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        return saved_steps(self.folder)
+
+    def save(
+        self, state: TrainState, config: ExperimentConfig, datasets: dict[str, Any], validation_loss: float | None
+    ) -> None:
+        """Starts to write a checkpoint; returns when the arrays are copied, so that the state may be donated."""
+        self.wait()
+        step = int(jax.device_get(state.step))
+        trees = _trees(state)
+        meta = {
+            "format": FORMAT,
+            "step": step,
+            "key": jax.device_get(jax.random.key_data(state.key)).tolist(),
+            "data": dataclasses.asdict(DataState(next_step=step)),
+            "config": to_dict(config),
+            "datasets": datasets,
+            "versions": library_versions(),
+            "validation_loss": validation_loss,
+            "fingerprints": fingerprints(trees),
+        }
+        items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        self._writing, self._losses[step] = step, validation_loss
+        try:
+            self._checkpointer.save(
+                self._directory(step),
+                args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta | {"digest": _digest(meta)})),
+            )
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def poll(self) -> None:
+        """Raises what went wrong; removes superseded checkpoints once a new one is complete. Cheap: for every step."""
+        try:
+            self._checkpointer.check_for_errors()
+        except Exception as error:
+            raise self._failed(error) from error
+        if self._writing is not None and self._directory(self._writing).is_dir():
+            self._writing = None
+            self._remove_superseded()
+
+    def wait(self) -> None:
+        """Until everything is written."""
+        try:
+            self._checkpointer.wait_until_finished()
+        except Exception as error:
+            raise self._failed(error) from error
+        self.poll()
+
+    def close(self) -> None:
+        """Waits, then lets go of Orbax's threads."""
+        self.wait()
+        self._checkpointer.close()
+
+    def restore(self, step: int, like: TrainState, meta: Meta) -> TrainState:
+        """The state at a step, with the shardings of `like`.
+
+        Raises:
+          CorruptCheckpointError: it is damaged.
+        """
+        directory = self._directory(step)
+        wanted = _trees(like)
+        trees = {name: _restore(directory, name, tree, like.step.sharding) for name, tree in wanted.items()}
+        _check_fingerprints(directory, trees, meta)
+        key = jax.random.wrap_key_data(jnp.asarray(meta["key"], jnp.uint32))
+        state = TrainState(
+            step=jnp.asarray(step, jnp.int32),
+            params=trees["params"],
+            optimizer=serialization.from_state_dict(like.optimizer, trees["optimizer"]),
+            key=key,
+        )
+        return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, spec.sharding), state, like)
+
+    def set_aside(self, step: int) -> Path:
+        """Renames a checkpoint, so that it is neither read nor counted any more; returns where it is now."""
+        target = self.folder / f"{step}.corrupt"
+        shutil.rmtree(target, ignore_errors=not target.exists())
+        self._losses.pop(step)
+        return self._directory(step).rename(target)
+
+    def _directory(self, step: int) -> Path:
+        return self.folder / str(step)
+
+    def _remove_superseded(self) -> None:
+        steps = self.steps()
+        losses = {step: loss for step in steps if (loss := self._losses[step]) is not None}
+        kept = set(steps[-self._keep_last :]) | ({min(losses, key=losses.__getitem__)} if losses else set())
+        for step in set(steps) - kept:
+            shutil.rmtree(self._directory(step))
+
+    def _remove_unfinished(self) -> None:
+        for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(path)
+
+    def _failed(self, error: Exception) -> SaveError:
+        step, self._writing = self._writing, None
+        self._losses.pop(step, None)
+        self._remove_unfinished()
+        steps = self.steps()
+        last = f"the newest complete one is of step {steps[-1]}" if steps else "there is no earlier one"
+        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        return SaveError(f"the checkpoint of step {step} could not be written to {self.folder}: {reason}; {last}")
+
+    def _abandon(self, error: BaseException | None) -> None:
+        """Another error is on its way out: finish what is being written, and let no second error hide the first."""
+        try:
+            self.close()
+        except SaveError as second:
+            if error is not second and not isinstance(error, SaveError):
+                print(f"error: {second}", file=sys.stderr)
+
+
+def library_versions() -> dict[str, str]:
+    """Of everything that a run's numbers depend on."""
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in LIBRARIES}
+
+
+def fingerprints(trees: dict[str, Any]) -> dict[str, int]:
+    """One number per array, by path. Computed where the arrays are, so sharded ones need not be gathered."""
+    paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(trees), strict=True)
+    numbers = jax.device_get(_fingerprints(list(leaves)))
+    names = (jax.tree_util.keystr(path, simple=True, separator="/") for path in paths)
+    return {name: int(number) for name, number in zip(names, numbers, strict=True)}
+
+
+@jax.jit
+def _fingerprints(leaves: list[Array]) -> list[Array]:
+    return [_fingerprint(leaf) for leaf in leaves]
+
+
+def _fingerprint(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
+    """Sum of the words, each times an odd number of its own: changes with any one word and with their order."""
+    words = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+    position, stride = jnp.zeros(x.shape, jnp.uint32), 1
+    for axis in reversed(range(x.ndim)):
+        position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= x.shape[axis]
+    return jnp.sum(words * (2 * position + 1), dtype=jnp.uint32)
+
+
+def _check_fingerprints(directory: Path, trees: dict[str, Any], meta: Meta) -> None:
+    found = fingerprints(trees)
+    bad = [name for name, number in found.items() if meta["fingerprints"].get(name) != number]
+    if bad:
+        raise _corrupt(
+            directory, f"{len(bad)} of {len(found)} arrays changed since they were written, such as {bad[0]}"
+        )
+
+
+def _trees(state: TrainState) -> dict[str, Any]:
+    return {"params": state.params, "optimizer": serialization.to_state_dict(state.optimizer)}
+
+
+def _restore(directory: Path, item: str, like: Any, sharding: jax.sharding.Sharding) -> Any:
+    """One item of a checkpoint, as `like` says, or as it was saved on the devices of `sharding`."""
+    path = directory.absolute()
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        try:
+            if like is None:
+                saved = checkpointer.metadata(path).item_metadata[item]
+                like = jax.tree.map(
+                    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), saved.tree
+                )
+            arguments = ocp.args.Composite(**{item: ocp.args.StandardRestore(like)})
+            return checkpointer.restore(path, args=arguments)[item]
+        except Exception as error:  # Orbax raises bare Exceptions too
+            raise _corrupt(directory, error) from error
+
+
+def _corrupt(directory: Path, reason: object) -> CorruptCheckpointError:
+    others = [step for step in saved_steps(directory.parent) if str(step) != directory.name]
+    advice = f"there are also those of steps {', '.join(map(str, others))}" if others else "there is no other"
+    first_line = (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
+    return CorruptCheckpointError(f"checkpoint {directory} is damaged ({first_line}); {advice}")
+
+
+def _digest(meta: Meta) -> int:
+    """Of everything but itself, as it reads after a trip through JSON."""
+    text = json.dumps({name: value for name, value in meta.items() if name != "digest"}, sort_keys=True)
+    return zlib.crc32(text.encode())
+
+
+def _validation_loss(directory: Path) -> float | None:
+    try:
+        return read_meta(directory)["validation_loss"]
+    except CheckpointError:
+        return None  # whoever wants to load it will be told
+
+
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname

@@ -1,0 +1,59 @@
+"""Validation inside a run: the first batches of each dataset's validation split, always with causal budgets."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Int
+
+from aamoe_jax.config import ExperimentConfig
+from aamoe_jax.data import evaluation_batches
+from aamoe_jax.mixers.base import BudgetMode
+from aamoe_jax.training.metrics import Record, loss_fields
+from aamoe_jax.training.state import Placement
+from aamoe_jax.training.step import make_eval_step
+
+CAUSAL: dict[str, BudgetMode] = {"row": "predictor", "prefix": "prefix"}
+"""What stands in for the budgets of training: the row's see the future, and so would their loss (decision 21)."""
+
+
+class Validation:
+    """Evaluates parameters on the validation splits of the mixture."""
+
+    def __init__(
+        self, config: ExperimentConfig, graphdef: nnx.GraphDef, byte_lengths: Int[np.ndarray, "V"], placement: Placement
+    ):
+        trained = config.model.aamoe.budget.normalizer
+        budgets = dict.fromkeys((CAUSAL[trained], trained) if "aamoe" in config.model.pattern else (CAUSAL[trained],))
+        self._steps = {budget: jax.jit(make_eval_step(graphdef, budget, byte_lengths)) for budget in budgets}
+        rows = config.training.batch_size // config.training.accumulate
+        self._batches = {
+            name: evaluation_batches(config.data, name, split="validation", batch_size=rows)
+            for name, _ in config.data.mixture
+        }
+        self._weights = dict(config.data.mixture)
+        self._count, self._placement = config.training.eval_batches, placement
+
+    def __call__(self, params: dict[str, Any], step: int) -> tuple[list[Record], float]:
+        """A record per dataset, and the loss that ranks checkpoints: their mean under the weights of the mixture."""
+        records = [self._record(params, name, step) for name in self._batches]
+        weights = [self._weights[record["dataset"]] for record in records]
+        return records, float(np.average([record["loss"] for record in records], weights=weights))
+
+    def _record(self, params: dict[str, Any], name: str, step: int) -> Record:
+        causal, *row = (self._sums(params, name, eval_step) for eval_step in self._steps.values())
+        record = {"kind": "validation", "step": step, "dataset": name, **loss_fields(causal)}
+        return record | ({"loss_row": loss_fields(row[0])["loss"]} if row else {})
+
+    def _sums(self, params: dict[str, Any], name: str, eval_step: Any) -> dict[str, float]:
+        total = {"nll": 0.0, "count": 0, "bytes": 0}
+        for batch in itertools.islice(iter(self._batches[name]), self._count):
+            with jax.transfer_guard("disallow"):
+                sums = eval_step(params, self._placement.put(batch))
+            sums = jax.device_get(sums)
+            total = {key: value + sums[key].item() for key, value in total.items()}
+        return total

@@ -1,0 +1,228 @@
+"""Training from a config to a checkpoint: what a run is made of, and its one loop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from aamoe_jax.config import ExperimentConfig, to_dict
+from aamoe_jax.cost import parameter_count
+from aamoe_jax.data import dataset_metadata, iterate, load_tokenizer, training_batches
+from aamoe_jax.data.batches import Batch
+from aamoe_jax.training.checkpoints import FOLDER, CheckpointStore
+from aamoe_jax.training.evaluation import Validation
+from aamoe_jax.training.interrupt import Interrupt
+from aamoe_jax.training.metrics import Clock, MetricsLog, Record, train_record
+from aamoe_jax.training.optimizer import build_optimizer
+from aamoe_jax.training.profile import Profiler, ProfileWindow
+from aamoe_jax.training.progress import Progress
+from aamoe_jax.training.resume import restore_newest
+from aamoe_jax.training.state import Placement, TrainState, abstract_state, initial_state, local_placement
+from aamoe_jax.training.step import Metrics, TrainStep, make_train_step
+
+BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+
+
+class DivergedError(RuntimeError):
+    """The loss or the gradient is not finite. The message says at which step, and where to go on from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    step: int
+    interrupted: signal.Signals | None
+    """The signal that stopped it before its last step."""
+    validation_loss: float | None
+    """At the last step, where the run evaluates."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What the loop works with."""
+
+    config: ExperimentConfig
+    datasets: dict[str, Any]
+    placement: Placement
+    batches: Iterator[Batch]
+    train_step: TrainStep
+    validate: Callable[[dict[str, Any], int], tuple[list[Record], float]]
+    store: CheckpointStore
+    recorder: Recorder
+    profiler: Profiler
+    interrupt: Interrupt
+
+
+def train(
+    config: ExperimentConfig,
+    run_dir: str | Path,
+    *,
+    profile: ProfileWindow | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> Result:
+    """Trains, or goes on with what the run folder holds, up to the last step or the first SIGTERM or SIGINT.
+
+    Args:
+      notes: texts to put into the run folder beside config.json, by file name.
+
+    Raises:
+      ConfigError: the experiment cannot work, or is not the one in the run folder.
+      DivergedError: the loss or the gradient is not finite. Nothing of that state was saved.
+      SaveError: a checkpoint could not be written.
+    """
+    run_dir, training = Path(run_dir), config.training
+    byte_lengths = load_tokenizer(config.data.tokenizer).byte_lengths
+    datasets = {name: dataset_metadata(config.data, name) for name, _ in config.data.mixture}
+    placement = local_placement(training)
+    optimizer = build_optimizer(config.optimizer, training.steps)
+    graphdef, like = abstract_state(config.model, optimizer, placement)
+
+    with contextlib.ExitStack() as stack:
+        # Outermost, so that a signal cannot cut off what the others do on their way out.
+        interrupt = stack.enter_context(Interrupt())
+        store = stack.enter_context(CheckpointStore(run_dir / FOLDER, keep_last=training.keep_last))
+        state = restore_newest(store, like, config, datasets)
+        if state is None:
+            state = initial_state(config.model, optimizer, training.seed, placement)
+        start = int(jax.device_get(state.step))
+        # Only now: a refused config leaves no trace in the folder of another experiment.
+        for name, text in {"config.json": json.dumps(to_dict(config), indent=1) + "\n", **(notes or {})}.items():
+            (run_dir / name).write_text(text)
+        log = stack.enter_context(MetricsLog(run_dir, resume_step=start, tensorboard=training.tensorboard))
+        progress = stack.enter_context(Progress(start, training.steps))
+        progress.say(_opening(config, like, start))
+        step_function = make_train_step(config, graphdef, optimizer, byte_lengths)
+        dataset = training_batches(config.data, batch_size=training.batch_size, seed=training.seed)
+        run = Run(
+            config=config,
+            datasets=datasets,
+            placement=placement,
+            batches=iterate(dataset, start),
+            train_step=compile_step(step_function, like, config, placement, progress),
+            validate=Validation(config, graphdef, byte_lengths, placement),
+            store=store,
+            recorder=Recorder(config, log, progress, store, start),
+            profiler=stack.enter_context(Profiler(profile, run_dir)),
+            interrupt=interrupt,
+        )
+        return run_steps(run, state, start)
+
+
+def run_steps(run: Run, state: TrainState, start: int) -> Result:
+    """Steps start + 1, start + 2, ...: step n learns from batch n - 1."""
+    training, recorder = run.config.training, run.recorder
+    step, loss = start, None
+    while step < training.steps and run.interrupt.requested is None:
+        step += 1
+        with recorder.clock.waiting():
+            batch = next(run.batches)
+        run.profiler.before(step)
+        with jax.transfer_guard("disallow"):
+            state, metrics = run.train_step(state, run.placement.put(batch))
+        recorder.receive(step, metrics)  # reads those of step n - 1, while the device computes step n
+        run.profiler.after(step, metrics)
+        run.store.poll()
+
+        stop = step == training.steps or run.interrupt.requested is not None
+        evaluates = _due(step, training.eval_every, training.steps)
+        saves = stop or _due(step, training.checkpoint_every, training.steps)
+        if evaluates or saves:
+            recorder.flush()  # raises unless this step was finite too: no other state is evaluated or saved
+        loss = None
+        if evaluates:
+            with recorder.clock.paused():
+                records, loss = run.validate(state.params, step)
+                recorder.validation(records)
+        if saves:
+            with recorder.clock.paused():
+                run.store.save(state, run.config, run.datasets, loss)
+    run.store.wait()
+    return Result(step, run.interrupt.requested if step < training.steps else None, loss)
+
+
+class Recorder:
+    """Metrics from the device to the log, one step behind, so that the host never waits for the step in flight."""
+
+    def __init__(
+        self, config: ExperimentConfig, log: MetricsLog, progress: Progress, store: CheckpointStore, start: int
+    ):
+        self._config, self._log, self._progress, self._store = config, log, progress, store
+        self._pending: tuple[int, Metrics] | None = None
+        self.clock = Clock(start)
+
+    def receive(self, step: int, metrics: Metrics) -> None:
+        """Takes the metrics of the step in flight, and records those of the one before."""
+        previous, self._pending = self._pending, (step, metrics)
+        if previous is not None:
+            self._record(*previous)
+
+    def flush(self) -> None:
+        """Records those of the step in flight: waits for it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._record(*pending)
+
+    def validation(self, records: list[Record]) -> None:
+        """Records an evaluation."""
+        for record in records:
+            self._log.write(record)
+        self._progress.validation(records)
+
+    def _record(self, step: int, metrics: Metrics) -> None:
+        values = jax.device_get(metrics)
+        if not (math.isfinite(values["nll"]) and math.isfinite(values["grad_norm"])):
+            raise DivergedError(self._divergence(step, values))
+        self._progress.advance()
+        training = self._config.training
+        if step == 1 or _due(step, training.log_every, training.steps):
+            record = train_record(step, values, self.clock.read(step), self._config)
+            self._log.write(record)
+            self._progress.train(record)
+
+    def _divergence(self, step: int, values: Metrics) -> str:
+        self._store.wait()
+        saved = self._store.steps()
+        last = f"the last good checkpoint is {self._store.folder / str(saved[-1])}" if saved else "nothing was saved"
+        return (
+            f"step {step}, on batch {step - 1}: the sum of losses is {values['nll']}, the gradient norm "
+            f"{values['grad_norm']}; {last}. Resuming would repeat these steps: lower OptimizerConfig.learning_rate or "
+            "clip_norm in a new run folder"
+        )
+
+
+def compile_step(
+    step: TrainStep, like: TrainState, config: ExperimentConfig, placement: Placement, progress: Progress
+) -> TrainStep:
+    """The step as one executable. It takes these shapes and no others, so it cannot be compiled again by accident."""
+    start = time.perf_counter()
+    shape = (config.training.batch_size, config.data.seq_len)
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.batch) for name in BATCH_FIELDS}
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=placement.state)
+    compiled = jitted.lower(like, batch).compile()
+    progress.say(f"compiled in {time.perf_counter() - start:.1f} s")
+    return compiled
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    """Whether something happens at this step that happens every so often (0: never) and at the end."""
+    return every > 0 and (step % every == 0 or step == last)
+
+
+def _opening(config: ExperimentConfig, like: TrainState, start: int) -> str:
+    devices = jax.local_devices()
+    begins = f"resuming at step {start}" if start else "starting"
+    return (
+        f"{begins}: {parameter_count(like.params):,} parameters, {config.training.batch_size} x "
+        f"{config.data.seq_len} tokens per step, {len(devices)} x {devices[0].device_kind}"
+    )

@@ -1,0 +1,168 @@
+"""What a run writes down: one JSON object per line, and TensorBoard by choice.
+
+`metrics.jsonl` is always written. A line is of `kind` "train" or "validation". Lines depend on the run alone, but for
+the fields in TIMING_FIELDS: a run that was interrupted and resumed leaves the file that it would have left anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from aamoe_jax.aamoe.statistics import summarize
+from aamoe_jax.config import ConfigError, ExperimentConfig
+from aamoe_jax.cost import peak_flops, training_flops
+from aamoe_jax.training.checkpoints import SaveError
+
+FILE = "metrics.jsonl"
+TIMING_FIELDS = ("steps_per_second", "tokens_per_second", "mfu", "data_wait")
+
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """How fast a stretch of steps was."""
+
+    seconds_per_step: float
+    data_wait: float
+    """Share of the time that the loop waited for batches."""
+
+
+class Clock:
+    """Times stretches of steps. Evaluation and checkpoints do not count, waiting for data does."""
+
+    def __init__(self, step: int):
+        self._step, self._start = step, time.perf_counter()
+        self._waited = self._paused = 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around the wait for a batch."""
+        start = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not training."""
+        start = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - start
+
+    def read(self, step: int) -> Timing:
+        """The stretch since the last reading, which ends with `step`; begins the next one."""
+        seconds = max(time.perf_counter() - self._start - self._paused, 1e-9)
+        timing = Timing(seconds / max(step - self._step, 1), min(self._waited / seconds, 1.0))
+        self.__init__(step)
+        return timing
+
+
+def train_record(step: int, metrics: dict[str, Any], timing: Timing, config: ExperimentConfig) -> Record:
+    """The line of a training step, from its metrics on the host."""
+    rows, length = config.training.batch_size, config.data.seq_len
+    statistics = metrics["statistics"]
+    flops = training_flops(config.model, rows, length, statistics)
+    record = {
+        "kind": "train",
+        "step": step,
+        "tokens": step * rows * length,
+        **loss_fields(metrics),
+        "learning_rate": float(metrics["learning_rate"]),
+        "grad_norm": float(metrics["grad_norm"]),
+        "flops": flops,
+        "steps_per_second": 1 / timing.seconds_per_step,
+        "tokens_per_second": rows * length / timing.seconds_per_step,
+        "data_wait": timing.data_wait,
+    }
+    peak = peak_flops(jax.local_devices()[0])
+    if peak is not None:
+        record["mfu"] = flops / (timing.seconds_per_step * peak * jax.local_device_count())
+    if "predictor_loss" in statistics:
+        record["predictor_loss"] = float(statistics["predictor_loss"].sum() / max(statistics["tokens"].sum(), 1))
+    layers = summarize(statistics)
+    return record | ({"layers": layers} if layers else {})
+
+
+def loss_fields(sums: dict[str, Any]) -> Record:
+    """Nats per target and bits per byte, from sums over targets. Text without a byte has no bits per byte."""
+    nll, count, size = float(sums["nll"]), int(sums["count"]), int(sums["bytes"])
+    fields = {"loss": nll / max(count, 1)}
+    return fields | ({"bits_per_byte": nll / math.log(2) / size} if size else {})
+
+
+class MetricsLog:
+    """Writes records; on resume first drops those of steps that will be done again."""
+
+    def __init__(self, run_dir: Path, *, resume_step: int, tensorboard: str):
+        self._path = run_dir / FILE
+        _truncate(self._path, resume_step)
+        self._file = self._path.open("ab", buffering=0)
+        self._writer = _tensorboard_writer(run_dir / "tensorboard", resume_step) if tensorboard == "on" else None
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def write(self, record: Record) -> None:
+        """One record, at once: a run that is killed has its lines."""
+        try:
+            self._file.write((json.dumps(record) + "\n").encode())
+        except OSError as error:
+            raise SaveError(f"{self._path} could not be written: {error.strerror}") from error
+        if self._writer is not None:
+            scope = "/".join(record[name] for name in ("kind", "dataset") if name in record)
+            for name, value in _scalars(record):
+                self._writer.add_scalar(f"{scope}/{name}", value, record["step"])
+
+
+def read_metrics(run_dir: Path) -> list[Record]:
+    """The records of a run, oldest first; a last line that was cut off is left out."""
+    path = run_dir / FILE
+    return _records(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def _records(text: str) -> list[Record]:
+    lines = text.splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
+
+
+def _truncate(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = [record for record in _records(path.read_text(encoding="utf-8")) if record["step"] <= step]
+    incomplete = path.with_suffix(".incomplete")
+    incomplete.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    incomplete.replace(path)
+
+
+def _tensorboard_writer(directory: Path, resume_step: int) -> Any:
+    if importlib.util.find_spec("tensorboardX") is None:
+        raise ConfigError(
+            "TrainingConfig.tensorboard = 'on': needs tensorboardX: pip install 'aamoe_jax[tensorboard]', or 'off'"
+        )
+    import tensorboardX
+
+    return tensorboardX.SummaryWriter(str(directory), purge_step=resume_step + 1)
+
+
+def _scalars(record: Record) -> Iterator[tuple[str, float]]:
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}/{layer}", x) for key, values in value.items() for layer, x in enumerate(values))
+        elif name not in ("kind", "dataset", "step"):
+            yield name, value

@@ -1,0 +1,82 @@
+"""AdamW with clipping, warm-up and a schedule: which parameters decay, how the learning rate moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from aamoe_jax.config import OptimizerConfig
+
+PERSISTENT_ROWS = ("expert_keys", "expert_values", "expert_embeddings", "memory_keys", "memory_values")
+"""Keys and values that are parameters themselves (decision 29; All-Attention's memory is the same thing undivided)."""
+STACKED = "periods"
+"""The subtree whose parameters have a leading axis over the periods of the stack."""
+PREDICTOR = "predictor"
+
+
+def learning_rate(config: OptimizerConfig, steps: int, update: Int[Array, ""] | int) -> Float[Array, ""]:
+    """The learning rate of an update, counted from 0.
+
+    Warm-up is linear and reaches the peak at update number `warmup_steps`; the last update has the final fraction.
+    """
+    step = jnp.asarray(update, jnp.float32) + 1
+    if config.schedule == "cosine":
+        start = min(config.warmup_steps, steps)
+    else:
+        start = max(config.warmup_steps, steps - round(config.decay_fraction * steps))
+    progress = jnp.clip((step - start) / max(steps - start, 1), 0, 1)
+    decayed = 1 - progress if config.schedule == "wsd" else 0.5 * (1 + jnp.cos(jnp.pi * progress))
+    fraction = config.final_fraction + (1 - config.final_fraction) * decayed
+    return config.learning_rate * jnp.minimum(step / max(config.warmup_steps, 1), 1) * fraction
+
+
+def decay_mask(params: Any) -> Any:
+    """True for what weight decay shrinks: matrices and the embedding table, not vectors and not persistent rows."""
+
+    def decays(path: tuple[Any, ...], leaf: Any) -> bool:
+        names = _names(path)
+        dimensions = leaf.ndim - (names[0] == STACKED)
+        return dimensions >= 2 and names[-1] not in PERSISTENT_ROWS
+
+    return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def predictor_mask(params: Any) -> Any:
+    """True for the parameters of budget predictors, which learn beside the model and not with it."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: PREDICTOR in _names(path), params)
+
+
+def model_mask(params: Any) -> Any:
+    """True for all but the budget predictors."""
+    return jax.tree.map(lambda member: not member, predictor_mask(params))
+
+
+def gradient_norm(gradients: Any) -> Float[Array, ""]:
+    """Global norm of the model's gradients, before clipping, without the budget predictors."""
+    kept = zip(jax.tree.leaves(gradients), jax.tree.leaves(model_mask(gradients)), strict=True)
+    return optax.tree.norm([gradient for gradient, member in kept if member])
+
+
+def build_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """AdamW over a run of `steps` updates."""
+    clip = optax.clip_by_global_norm(config.clip_norm)
+    return optax.chain(
+        # Clipped apart: under one norm a predictor's loss would change the steps of the model.
+        optax.masked(clip, model_mask),
+        optax.masked(clip, predictor_mask),
+        optax.adamw(
+            lambda update: learning_rate(config, steps, update),
+            b1=config.beta1,
+            b2=config.beta2,
+            weight_decay=config.weight_decay,
+            mask=decay_mask,
+        ),
+    )
+
+
+def _names(path: tuple[Any, ...]) -> list[str]:
+    return jax.tree_util.keystr(path, simple=True, separator="/").split("/")

@@ -1,0 +1,67 @@
+"""What a person sees of a run: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import tqdm
+
+from aamoe_jax.training.metrics import Record
+
+
+class Progress:
+    """Shows training records as they come."""
+
+    def __init__(self, start: int, steps: int):
+        self._steps = steps
+        self._bar = tqdm.tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True, disable=None)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.close()
+
+    def advance(self) -> None:
+        """One step more."""
+        self._bar.update()
+
+    def train(self, record: Record) -> None:
+        """The figures of a logged step."""
+        if not self._bar.disable:
+            self._bar.set_postfix_str(_figures(record))
+            return
+        remaining = (self._steps - record["step"]) / record["steps_per_second"]
+        self.say(
+            f"step {record['step']}/{self._steps}  {_figures(record)}  {record['steps_per_second']:.3g} steps/s  "
+            f"waiting for data {record['data_wait']:.0%}  ETA {tqdm.tqdm.format_interval(remaining)}"
+        )
+
+    def validation(self, records: list[Record]) -> None:
+        """The figures of an evaluation."""
+        for record in records:
+            causal = f", with the row's own budgets {record['loss_row']:.4f}" if "loss_row" in record else ""
+            self.say(f"step {record['step']}  validation on {record['dataset']}: {_loss(record)}{causal}")
+
+    def say(self, line: str) -> None:
+        """A line for people, above the bar where there is one."""
+        self._bar.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+
+def _figures(record: Record) -> str:
+    parts = [_loss(record), f"{record['tokens_per_second']:,.0f} tokens/s"]
+    spent: dict[str, Any] = record.get("layers", {})
+    if spent:
+        parts.append(f"{np.mean(spent['spent']):.2f} resources/token")
+    if "mfu" in record:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    return "  ".join(parts)
+
+
+def _loss(record: Record) -> str:
+    bits = f" ({record['bits_per_byte']:.3f} bits/byte)" if "bits_per_byte" in record else ""
+    return f"loss {record['loss']:.4f}{bits}"

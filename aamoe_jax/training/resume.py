@@ -1,0 +1,114 @@
+"""Goes on where a run stopped, or begins it: which checkpoint, and whether the experiment is still the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
+from aamoe_jax.training.checkpoints import (
+    CheckpointError,
+    CheckpointStore,
+    CorruptCheckpointError,
+    Meta,
+    library_versions,
+    read_meta,
+)
+from aamoe_jax.training.state import TrainState
+
+FREE_FIELDS = frozenset(
+    {
+        "TrainingConfig.log_every",
+        "TrainingConfig.eval_every",
+        "TrainingConfig.checkpoint_every",
+        "TrainingConfig.keep_last",
+        "TrainingConfig.tensorboard",
+        # Where the data lies. What it holds is compared by digest.
+        "DataConfig.data_dir",
+    }
+)
+"""Fields that may change on resume: they cannot change what the steps compute."""
+
+
+def restore_newest(
+    store: CheckpointStore, like: TrainState, config: ExperimentConfig, datasets: dict[str, Any]
+) -> TrainState | None:
+    """The state of the newest checkpoint that is intact; None when there is no checkpoint.
+
+    Damaged ones are set aside with a warning.
+
+    Raises:
+      ConfigError: the checkpoint is of another experiment, or of other data.
+      CheckpointError: there are checkpoints, and all of them are damaged.
+    """
+    steps = store.steps()
+    for step in reversed(steps):
+        try:
+            meta = read_meta(store.folder / str(step))
+            refuse_other_experiment(meta, config, datasets)
+            state = store.restore(step, like, meta)
+        except CorruptCheckpointError as error:
+            print(f"warning: {error}; moved to {store.set_aside(step)}", file=sys.stderr)
+            continue
+        _warn_of_versions(meta)
+        return state
+    if steps:
+        raise CheckpointError(f"every checkpoint in {store.folder} is damaged: start again in another run folder")
+    return None
+
+
+def refuse_other_experiment(meta: Meta, config: ExperimentConfig, datasets: dict[str, Any]) -> None:
+    """Raises a ConfigError that lists what changed, unless nothing did that steps depend on."""
+    changed = {
+        name: values
+        for name, values in changed_fields(meta["config"], to_dict(config), ExperimentConfig).items()
+        if name not in FREE_FIELDS
+    }
+    for name, dataset in datasets.items():
+        for digest in ("corpus_digest", "tokenizer_digest"):
+            old, new = meta["datasets"].get(name, {}).get(digest), dataset.get(digest)
+            if old != new:
+                changed[f"{digest} of {name}"] = (old, new)
+    if changed:
+        lines = "".join(f"\n  {name}: {old!r} -> {new!r}" for name, (old, new) in changed.items())
+        raise ConfigError(
+            f"the run folder holds step {meta['step']} of another experiment; what changed:{lines}\n"
+            "Take another run folder, or the old values. "
+            f"These alone may change: {', '.join(sorted(FREE_FIELDS))}"
+        )
+
+
+def changed_fields(old: dict[str, Any], new: dict[str, Any], cls: type) -> dict[str, tuple[Any, Any]]:
+    """The fields in which two configs as dicts differ, under the names by which gin binds them."""
+    one, other = _flatten(old, cls), _flatten(new, cls)
+    names = [*one, *(name for name in other if name not in one)]
+    return {
+        name: (one.get(name, "absent"), other.get(name, "absent"))
+        for name in names
+        if one.get(name, "absent") != other.get(name, "absent")
+    }
+
+
+def _flatten(values: dict[str, Any], cls: type) -> dict[str, Any]:
+    """`Room.field` -> value as it reads after a trip through JSON, where a tuple is a list."""
+    rooms = {field.name: field.default_factory for field in dataclasses.fields(cls)}
+    flat = {}
+    for name, value in values.items():
+        if name in rooms and isinstance(value, dict):
+            flat |= _flatten(value, rooms[name])
+        else:
+            flat[f"{cls.__name__}.{name}"] = json.loads(json.dumps(value))
+    return flat
+
+
+def _warn_of_versions(meta: Meta) -> None:
+    now = library_versions()
+    changed = [f"{name} {old} -> {now[name]}" for name, old in meta["versions"].items() if old != now.get(name)]
+    if changed:
+        print(
+            f"warning: libraries changed since the checkpoint ({', '.join(changed)}): the run goes on, but not "
+            "necessarily to the same bits",
+            file=sys.stderr,
+        )

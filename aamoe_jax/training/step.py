@@ -1,0 +1,137 @@
+"""One step of training and one of evaluation: pure functions of state and batch.
+
+Losses are sums over the targets that count, divided once by how many the whole batch has. So the losses and gradients
+of micro-batches simply add up, however unevenly the targets are spread over them.
+
+Shapes: b rows, L tokens per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from aamoe_jax.aamoe.statistics import combine
+from aamoe_jax.config import ExperimentConfig
+from aamoe_jax.mixers.base import BudgetMode
+from aamoe_jax.model import merge
+from aamoe_jax.training.optimizer import gradient_norm, learning_rate
+from aamoe_jax.training.state import TrainState
+
+Batch = dict[str, Int[Array, "b L"]]
+Metrics = dict[str, Any]
+"""`nll`, `count`, `bytes` (sums over the targets that count) and `statistics`; a training step adds `grad_norm` and
+`learning_rate`."""
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+EvalStep = Callable[[dict[str, Any], Batch], Metrics]
+
+
+def make_train_step(
+    config: ExperimentConfig,
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    byte_lengths: Int[np.ndarray, "V"],
+) -> TrainStep:
+    """(state, batch) -> (state, metrics).
+
+    Args:
+      byte_lengths: bytes that each token of the vocabulary stands for.
+    """
+    weight = config.model.aamoe.budget.predictor_weight
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        gradients, metrics = gradients_and_metrics(
+            graphdef, state.params, batch, accumulate=config.training.accumulate, predictor_weight=weight
+        )
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+        metrics |= {
+            "bytes": target_bytes(batch, byte_lengths),
+            "grad_norm": gradient_norm(gradients),
+            "learning_rate": learning_rate(config.optimizer, config.training.steps, state.step),
+        }
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, optimizer_state, state.key), metrics
+
+    return train_step
+
+
+def make_eval_step(graphdef: nnx.GraphDef, budget: BudgetMode, byte_lengths: Int[np.ndarray, "V"]) -> EvalStep:
+    """(params, batch) -> sums, with budgets of the given kind."""
+
+    def eval_step(params: dict[str, Any], batch: Batch) -> Metrics:
+        nll, statistics = negative_log_likelihood(graphdef, params, batch, budget)
+        count = batch["loss_mask"].sum()
+        return {"nll": nll, "count": count, "bytes": target_bytes(batch, byte_lengths), "statistics": statistics}
+
+    return eval_step
+
+
+def gradients_and_metrics(
+    graphdef: nnx.GraphDef, params: dict[str, Any], batch: Batch, *, accumulate: int, predictor_weight: float
+) -> tuple[dict[str, Any], Metrics]:
+    """Gradients of the loss over the whole batch, computed in `accumulate` micro-batches one after the other."""
+    count = batch["loss_mask"].sum()
+    tokens = (batch["segment_ids"] > 0).sum()
+
+    def objective(params: dict[str, Any], rows: Batch) -> tuple[Float[Array, ""], Metrics]:
+        nll, statistics = negative_log_likelihood(graphdef, params, rows)
+        loss = nll / jnp.maximum(count, 1)
+        if "predictor_loss" in statistics:
+            layers = statistics["predictor_loss"].shape[0]
+            loss += predictor_weight * statistics["predictor_loss"].sum() / jnp.maximum(layers * tokens, 1)
+        return loss, {"nll": nll, "statistics": statistics}
+
+    def one(rows: Batch) -> tuple[dict[str, Any], Metrics]:
+        gradients, sums = jax.grad(objective, has_aux=True)(params, rows)
+        return gradients, sums
+
+    if accumulate == 1:
+        gradients, sums = one(batch)
+    else:
+        gradients, sums = _sum_over(one, micro_batches(batch, accumulate))
+    return gradients, sums | {"count": count}
+
+
+def negative_log_likelihood(
+    graphdef: nnx.GraphDef, params: dict[str, Any], batch: Batch, budget: BudgetMode | None = None
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Sum of -log p over the targets that count, in nats and float32, and the model's statistics."""
+    model = merge(graphdef, params)
+    logits, statistics = model(batch["tokens"], batch["segment_ids"], batch["positions"], budget=budget)
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"])
+    return jnp.sum(nll * batch["loss_mask"]), statistics
+
+
+def target_bytes(batch: Batch, byte_lengths: Int[np.ndarray, "V"]) -> Int[Array, ""]:
+    """Bytes of text that the targets that count stand for."""
+    return jnp.sum(jnp.asarray(byte_lengths)[batch["targets"]] * batch["loss_mask"])
+
+
+def micro_batches(batch: Batch, accumulate: int) -> dict[str, Int[Array, "n rows L"]]:
+    """Every n-th row together: neighbouring rows lie on one device, so each micro-batch is spread over all devices."""
+    return jax.tree.map(lambda rows: rows.reshape(-1, accumulate, rows.shape[-1]).swapaxes(0, 1), batch)
+
+
+def _sum_over(
+    one: Callable[[Batch], tuple[dict[str, Any], Metrics]], batches: dict[str, Int[Array, "n rows L"]]
+) -> tuple[dict[str, Any], Metrics]:
+    """Gradients and sums of all micro-batches, with one of them in memory at a time."""
+    first = jax.tree.map(lambda rows: rows[0], batches)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(one, first))
+
+    def body(total: Any, rows: Batch) -> tuple[Any, None]:
+        (total_gradients, total_sums), (gradients, sums) = total, one(rows)
+        added = {
+            "nll": total_sums["nll"] + sums["nll"],
+            "statistics": combine(total_sums["statistics"], sums["statistics"]),
+        }
+        return (jax.tree.map(jnp.add, total_gradients, gradients), added), None
+
+    return jax.lax.scan(body, zeros, batches)[0]

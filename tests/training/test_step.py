@@ -1,0 +1,116 @@
+"""One step: exact sums over micro-batches, the loss by hand, and nothing that moves between host and device unasked."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from aamoe_jax.config import DataConfig, ExperimentConfig
+from aamoe_jax.data import ByteTokenizer
+from aamoe_jax.model import LanguageModel, merge, split
+from aamoe_jax.training.optimizer import build_optimizer, gradient_norm
+from aamoe_jax.training.state import initial_state, local_placement
+from aamoe_jax.training.step import gradients_and_metrics, make_eval_step, make_train_step, micro_batches
+from tests.training.helpers import SEQ_LEN, experiment, model_config, random_batch
+
+DATA = DataConfig(seq_len=SEQ_LEN, document_align=8)
+BYTES = ByteTokenizer().byte_lengths
+
+
+@functools.cache
+def model_of(pattern: str, normalizer: str = "prefix"):
+    config = model_config(pattern, normalizer, num_layers=1, kernel="reference")
+    return config, *split(LanguageModel(config, rngs=nnx.Rngs(0)))
+
+
+def on_device(batch: dict) -> dict:
+    return jax.tree.map(jnp.asarray, batch)
+
+
+def train_step_of(config: ExperimentConfig):
+    """(placement, jitted step with donation, first state)."""
+    placement, optimizer = local_placement(config.training), build_optimizer(config.optimizer, config.training.steps)
+    _, graphdef, _ = model_of(config.model.pattern[0], config.model.aamoe.budget.normalizer)
+    state = initial_state(config.model, optimizer, 0, placement)
+    return placement, jax.jit(make_train_step(config, graphdef, optimizer, BYTES), donate_argnums=0), state
+
+
+@functools.cache
+def gradients_of(pattern: str, normalizer: str, accumulate: int, weight: float):
+    """(gradients, metrics) of one batch."""
+    _, graphdef, params = model_of(pattern, normalizer)
+    compute = functools.partial(gradients_and_metrics, graphdef, accumulate=accumulate, predictor_weight=weight)
+    return jax.jit(compute)(params, on_device(random_batch()))
+
+
+class TestAccumulation:
+    @pytest.mark.parametrize(("pattern", "normalizer"), [("parallel", "prefix"), ("aamoe", "row")])
+    def test_two_micro_batches_are_one_batch(self, pattern, normalizer):
+        batch = on_device(random_batch())
+        counts = micro_batches(batch, 2)["loss_mask"].sum((1, 2))
+        assert counts[0] != counts[1]
+        whole, sums = gradients_of(pattern, normalizer, 1, 0.3)
+        parts, added = gradients_of(pattern, normalizer, 2, 0.3)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), parts, whole)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), added, sums)
+        assert sums["count"] == batch["loss_mask"].sum()
+        if normalizer == "row":
+            predictor = jax.tree_util.tree_leaves_with_path(whole)
+            assert any("predictor" in str(path) and np.any(leaf) for path, leaf in predictor)
+
+    def test_micro_batches_take_every_nth_row(self):
+        batch = {"tokens": jnp.repeat(jnp.arange(6, dtype=jnp.int32)[:, None], 2, axis=1)}
+        assert micro_batches(batch, 3)["tokens"][:, :, 0].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+class TestLoss:
+    def test_by_hand(self):
+        _, graphdef, params = model_of("parallel")
+        batch = on_device(random_batch())
+        sums = jax.jit(make_eval_step(graphdef, "prefix", BYTES))(params, batch)
+        logits, _ = merge(graphdef, params)(batch["tokens"], batch["segment_ids"], batch["positions"])
+        logits = np.asarray(logits, np.float64)
+        log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        nll = -np.take_along_axis(log_p, batch["targets"][..., None], -1)[..., 0]
+        np.testing.assert_allclose(sums["nll"], (nll * batch["loss_mask"]).sum(), rtol=1e-5)
+        assert sums["count"] == sums["bytes"] == batch["loss_mask"].sum()  # every target here is a byte
+
+    def test_an_empty_batch_is_no_nan(self):
+        placement, step, state = train_step_of(experiment(DATA))
+        batch = random_batch()
+        batch["loss_mask"] = np.zeros_like(batch["loss_mask"])
+        state, metrics = step(state, placement.put(batch))
+        assert metrics["nll"] == 0
+        assert metrics["grad_norm"] == 0
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+
+
+class TestTrainStep:
+    def test_nothing_is_transferred_unasked_and_the_state_is_donated(self):
+        placement, step, state = train_step_of(experiment(DATA))
+        assert all(leaf.committed for leaf in jax.tree.leaves(state))
+        batch = random_batch()
+        step(jax.tree.map(lambda leaf: leaf.copy(), state), placement.put(batch))  # compiled
+        with jax.transfer_guard("disallow"):
+            with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+                step(state, batch)
+            after, _ = step(state, placement.put(batch))
+        assert state.params["embedding"].is_deleted()
+        assert int(after.step) == 1
+
+    def test_the_weight_of_the_predictor_does_not_reach_the_model(self):
+        (light, _), (heavy, _) = (gradients_of("aamoe", "row", 1, weight) for weight in (0.3, 100.0))
+        np.testing.assert_allclose(gradient_norm(light), gradient_norm(heavy), rtol=1e-5)
+        moved = []
+        leaves = zip(jax.tree_util.tree_leaves_with_path(light), jax.tree.leaves(heavy), strict=True)
+        for (path, one), other in leaves:
+            if "predictor" in str(path):
+                moved.append(not np.allclose(one, other))
+            else:
+                np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+        assert any(moved)
