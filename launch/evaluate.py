@@ -25,6 +25,7 @@ FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
+    """The flags of this program."""
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_enum(
         "step", "last", ["last", "best"], "Which checkpoint of a run: the newest, or the best validation."

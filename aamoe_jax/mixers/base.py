@@ -10,11 +10,12 @@ import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 BudgetMode = Literal["row", "prefix", "predictor"]
 Detail = Literal["sums", "tokens"]
-Statistics = dict[str, Array]
+Statistics = dict[str, Array | np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,176 @@
+"""The language model: stacks of mixers, their statistics, and what must not change them (AA-30, AA-31)."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from aamoe_jax import cost
+from aamoe_jax.aamoe.statistics import combine, summarize
+from aamoe_jax.config import ConfigError
+from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.registry import MIXERS
+from aamoe_jax.model import LanguageModel, merge, split, structure
+from tests.aamoe.helpers import D, E, M, apply, model_config
+
+
+def tokens_of(rows: int, length: int, seed: int = 0) -> jax.Array:
+    return jax.random.randint(jax.random.key(seed), (rows, length), 3, 259)
+
+
+def run(config, params, tokens, **options):
+    return jax.jit(lambda params, tokens: merge(structure(config), params)(tokens, **options))(params, tokens)
+
+
+def initial(config):
+    return jax.jit(lambda key: split(LanguageModel(config, rngs=nnx.Rngs(key)))[1])(jax.random.key(0))
+
+
+def params_of(config):
+    """Parameters with unequal budgets: w_B starts at 0."""
+    params = initial(config)
+
+    def stir(path, leaf):
+        return jax.random.normal(jax.random.key(1), leaf.shape) if path[-1].key == "importance" else leaf
+
+    return jax.tree_util.tree_map_with_path(stir, params)
+
+
+@pytest.mark.parametrize("name", sorted(MIXERS))
+def test_the_past_does_not_move_in_a_stack_of_every_mixer(name):
+    config = model_config(pattern=(name,), kernel=None)
+    params, tokens = params_of(config), tokens_of(2, 4 * M + 3)
+    before, _ = run(config, params, tokens)
+    for cut in (1, M, 2 * M + 3):
+        after, _ = run(config, params, tokens.at[:, cut:].set(tokens_of(2, 4 * M + 3, seed=cut)[:, cut:]))
+        np.testing.assert_array_equal(after[:, :cut], before[:, :cut])
+        assert (after[:, cut:] != before[:, cut:]).any()
+
+
+def test_layers_of_a_pattern_run_in_order_and_report_in_order():
+    """The scan over periods equals the blocks applied one after the other."""
+    config = model_config(num_layers=4, pattern=("aamoe", "parallel"))
+    params, tokens = params_of(config), tokens_of(2, 3 * M)
+    model = merge(structure(config), params)
+    logits, statistics = run(config, params, tokens, detail="tokens")
+
+    graphdef, stacked = nnx.split(model.periods)
+    x = params["embedding"][tokens] * D**0.5
+    spent = []
+    context = Context(jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(3 * M), tokens.shape), "prefix", 0.0, "tokens")
+    for period in range(2):
+        part = nnx.merge(graphdef, jax.tree.map(lambda leaf, period=period: leaf[period], stacked))
+        for block in part.blocks.values():
+            x, about = apply(block, x, dataclasses.replace(context, beta=jnp.float32(config.betas[0])))
+            spent += [about["spent"]] if about else []
+    np.testing.assert_allclose(logits, model.norm(x) @ params["embedding"].T, atol=1e-4)
+    np.testing.assert_array_equal(statistics["spent"], jnp.stack(spent))
+    assert summarize(statistics)["spent"] == pytest.approx([float(s.mean()) for s in spent])
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_recomputation_changes_no_gradient(remat):
+    tokens, found = tokens_of(1, 3 * M), []
+    for policy in ("none", remat):
+        config = model_config(remat=policy)
+
+        def loss(params, config=config):
+            return jax.nn.logsumexp(merge(structure(config), params)(tokens)[0], axis=-1).sum()
+
+        found.append(jax.jit(jax.grad(loss))(params_of(config)))
+    for plain, recomputed in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(recomputed, plain, atol=1e-4 * max(1.0, float(jnp.abs(plain).max())))
+
+
+def test_every_layer_has_its_own_budget():
+    config = model_config(beta=(1.0, 4.0))
+    _, statistics = run(config, initial(config), tokens_of(1, 4 * M))
+    assert summarize(statistics)["spent"] == [1.0, 4.0]
+
+
+def test_bfloat16_stays_near_float32():
+    params = params_of(model_config())
+    tokens = tokens_of(2, 4 * M)
+    # Dense stack: rounding moves no choice there, so the difference is rounding alone.
+    exact, rounded = (
+        run(
+            model_config(dtype=dtype, pattern=("all_attention",)),
+            params_of(model_config(pattern=("all_attention",))),
+            tokens,
+        )[0]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert rounded.dtype == jnp.float32
+    np.testing.assert_allclose(rounded, exact, atol=0.05)
+    assert jnp.isfinite(run(model_config(dtype="bfloat16", kernel=None), params, tokens)[0]).all()
+
+
+def test_parameters_round_trip_under_their_own_names():
+    config = model_config(embedding="untied")
+    graphdef, params = split(LanguageModel(config, rngs=nnx.Rngs(0)))
+    assert set(params) == {"embedding", "periods", "norm", "readout"}
+    block = params["periods"]["blocks"]["0_aamoe"]["mixer"]
+    assert block["expert_keys"].shape == (2, E, M, D)
+    assert structure(config) == graphdef
+    for name in ("embedding", "readout"):
+        np.testing.assert_array_equal(split(merge(graphdef, params))[1][name], params[name])
+
+
+def test_predictor_budgets_without_a_predictor_are_refused():
+    config = model_config()
+    with pytest.raises(ConfigError, match="has no budget predictor"):
+        LanguageModel(config, rngs=nnx.Rngs(0))(tokens_of(1, M), budget="predictor")
+
+
+def test_statistics_of_two_halves_combine_to_those_of_the_whole():
+    config = model_config(normalizer="row")
+    params, tokens = params_of(config), tokens_of(4, 3 * M)
+    whole = run(config, params, tokens)[1]
+    halves = combine(run(config, params, tokens[:2])[1], run(config, params, tokens[2:])[1])
+    for name in whole:
+        np.testing.assert_allclose(halves[name], whole[name], rtol=1e-5)
+
+
+def test_flops_are_counted_by_hand():
+    config = model_config(pattern=("aamoe", "parallel"), d_ff=48)
+    d, length, rows = D, 4 * M, 3
+    statistics = {
+        f"pairs_{kind}": np.array([pairs]) for kind, pairs in (("local", 90), ("context", 50), ("expert", 60))
+    }
+    aamoe = 8 * d**2 + 2 * d**2 + 2 * d * (E + 4) + 2 * d
+    parallel = 8 * d**2 + 4 * d * 48 + 4 * d * (length + 1) / 2
+    expected = rows * length * (aamoe + parallel + 2 * d * 384) + 200 * 4 * M * d
+    assert cost.forward_flops(config, rows, length, statistics) == expected
+    assert cost.training_flops(config, rows, length, statistics) == 3 * expected
+
+
+PROBE = """
+import jax, jax.numpy as jnp
+from flax import nnx
+from aamoe_jax.config import AAMoEConfig, ModelConfig
+from aamoe_jax.model import LanguageModel, merge, split, structure
+config = ModelConfig(d_model=16, num_heads=2, num_layers=2, aamoe=AAMoEConfig(chunk_size=4, num_experts=3))
+params = jax.jit(lambda key: split(LanguageModel(config, rngs=nnx.Rngs(key)))[1])(jax.random.key(0))
+graphdef = structure(config)
+step = jax.jit(jax.value_and_grad(lambda p: merge(graphdef, p)(jnp.arange(12)[None])[0].std()))
+value, gradient = step(params)
+print(float(value), len(jax.tree.leaves(gradient)))
+"""
+
+
+def test_both_graph_modes_of_flax_give_the_same_model():
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", PROBE],
+            env=os.environ | {"NNX_GRAPH_MODE": mode, "JAX_PLATFORMS": "cpu"},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for mode in ("true", "false")
+    ]  # fmt: skip
+    assert printed[0] == printed[1] != ""
