@@ -48,6 +48,9 @@ def block_sparse_attention(
     Returns:
       `Attention`, differentiable in query, query_expert, key, value, pairs.bias and window.bias through `output` and
       `lse`. Products in the dtype of the inputs with float32 accumulation; softmax statistics in float32.
+
+    Over a mesh, call it inside `jax.shard_map`: heads may be sharded (output and lse follow; mass is then the mean over
+    the local heads), tokens with their tables may be sharded, or resources, merging the outputs outside by `lse`.
     """
     name = _best_for(jax.default_backend()) if implementation is None else implementation
     if name not in IMPLEMENTATIONS:

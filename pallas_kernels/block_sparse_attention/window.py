@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from pallas_kernels.block_sparse_attention.tile import head_major, partial_attention, partial_gradients
 from pallas_kernels.block_sparse_attention.types import Window
 
-STEP_SCORES = 2**18  # scores of one step: they should stay in a core's cache
+STEP_SCORES = 2**18  # scores of one step: in cache, and enough of them for every core
 
 
 def window_attention(

@@ -8,6 +8,7 @@ Shapes: T tokens, K slots, R resources, m keys a resource, H heads, d head size,
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,6 +21,9 @@ from pallas_kernels.block_sparse_attention.tables import Tables
 from pallas_kernels.block_sparse_attention.tile import finite, head_major, partial_attention, partial_gradients
 from pallas_kernels.block_sparse_attention.types import Attention, Pairs, Window
 from pallas_kernels.block_sparse_attention.window import window_attention, window_gradients
+
+STEP_SCORES = 2**18  # scores of one step: in cache, and enough of them for every core
+MERGE_ROWS = 1024  # pairs merged a step: weighted outputs in cache, never all of them at once
 
 
 class _Static(NamedTuple):
@@ -56,10 +60,11 @@ def attend(
 
 
 def _tiling(max_pairs: int, resources: int, m: int, heads: int) -> tuple[int, int]:
-    """Rows a tile and tiles a step."""
-    tile = int(__import__("os").environ.get("TILE", "64"))
-    group = int(__import__("os").environ.get("GROUP", "16"))
-    return tile, group
+    """Rows a tile and tiles a step, from static shapes: measured on a CPU, where padding costs as much as work."""
+    rows = max_pairs / resources
+    tile = max(8, min(64, 2 ** math.ceil(math.log2(rows / 2)))) if rows > 2 else 8
+    tiles = -(-max_pairs // tile) + min(resources, max_pairs)
+    return tile, max(1, min(tiles, STEP_SCORES // (heads * tile * m)))
 
 
 def _equally_varying(tree):
@@ -134,18 +139,21 @@ def _pair_partials(
     return loop(functools.partial(step, query_expert), state, experts, end)
 
 
-def _merge(output_PHd, lse_PH, token_P, tokens: int, window_part):
-    """One distribution per token from the partial ones, by log-sum-exp in the order of the token's pairs."""
-    segment = functools.partial(jax.ops.segment_sum, segment_ids=token_P, num_segments=tokens, indices_are_sorted=True)
-    top = jax.ops.segment_max(lse_PH, token_P, tokens, indices_are_sorted=True)
-    if window_part is not None:
-        top = jnp.maximum(top, window_part[1])
-    top = finite(top)
-    weight_PH = jnp.exp(lse_PH - top.at[token_P].get(mode="clip"))
-    output, total = segment(output_PHd * weight_PH[..., None]), segment(weight_PH)
-    if window_part is not None:
-        weight = jnp.exp(window_part[1] - top)
-        output, total = output + window_part[0] * weight[..., None], total + weight
+def _merge(output_PHd, lse_PH, token_P, pairs: Int[Array, ""], window_part) -> tuple[Array, Array]:
+    """One distribution per token from the partial ones: log-sum-exp, adding in the order of the token's pairs."""
+    output, lse = window_part
+    top = finite(lse.at[token_P].max(lse_PH, mode="drop"))
+    weight = jnp.exp(lse - top)
+
+    def step(i, state):
+        output, total = state
+        rows = i * MERGE_ROWS + jnp.arange(MERGE_ROWS)
+        token = token_P.at[rows].get(mode="fill", fill_value=len(lse))
+        weight = jnp.exp(lse_PH.at[rows].get(mode="clip") - top.at[token].get(mode="clip"))
+        weighted = output_PHd.at[rows].get(mode="clip") * weight[..., None]
+        return output.at[token].add(weighted, mode="drop"), total.at[token].add(weight, mode="drop")
+
+    output, total = jax.lax.fori_loop(0, -(-pairs // MERGE_ROWS), step, (output * weight[..., None], weight))
     return output / jnp.where(total > 0, total, 1.0)[..., None], jnp.log(total) + top
 
 
@@ -157,8 +165,11 @@ def _attend(static, query, query_expert, key, value, pairs, window, tables):
 def _forward(static, query, query_expert, key, value, pairs, window, tables):
     """Output, log-sum-exp and mass; what the backward pass needs of them."""
     output_PHd, lse_PH = _pair_partials(static, query, query_expert, key, value, pairs, tables)
-    window_part = None if window is None else window_attention(query, key, value, window, static.scale)
-    output, lse = _merge(output_PHd, lse_PH, tables.numbering.token, len(query), window_part)
+    if window is None:
+        window_part = jnp.zeros_like(query, jnp.float32), jnp.full_like(query[..., 0], -jnp.inf, jnp.float32)
+    else:
+        window_part = window_attention(query, key, value, window, static.scale)
+    output, lse = _merge(output_PHd, lse_PH, tables.numbering.token, tables.numbering.count.sum(), window_part)
     mass_P = jnp.exp(lse_PH - finite(lse).at[tables.numbering.token].get(mode="clip")).mean(1)
     mass = tables_lib.to_slots(mass_P, tables.numbering, pairs.resource.shape[1])
     # The float32 output is kept: from a rounded one the gradient of every bias would be off by the rounding.
