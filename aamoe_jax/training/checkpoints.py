@@ -12,7 +12,9 @@ Orbax does not notice a flipped bit inside an array, so `meta` also holds a fing
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
+import inspect
 import json
 import logging
 import platform
@@ -136,8 +138,7 @@ class CheckpointStore:
         self._writing: int | None = None
         self._remove_unfinished()
         self._losses = {step: _validation_loss(self.folder / str(step)) for step in self.steps()}
-        # Orbax prints the traceback of every error that it also raises.
-        logging.getLogger("absl").addFilter(_not_from_orbax)
+        _silence_orbax()
         self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
 
     def __enter__(self) -> CheckpointStore:
@@ -305,16 +306,14 @@ def _trees(state: TrainState) -> dict[str, Any]:
 
 def _restore(directory: Path, item: str, like: Any, sharding: jax.sharding.Sharding) -> Any:
     """One item of a checkpoint, as `like` says, or as it was saved on the devices of `sharding`."""
-    path = directory.absolute()
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+    path = directory.absolute() / item
+    _silence_orbax()
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
         try:
             if like is None:
-                saved = checkpointer.metadata(path).item_metadata[item]
-                like = jax.tree.map(
-                    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), saved.tree
-                )
-            arguments = ocp.args.Composite(**{item: ocp.args.StandardRestore(like)})
-            return checkpointer.restore(path, args=arguments)[item]
+                saved = checkpointer.metadata(path).item_metadata.tree
+                like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), saved)
+            return checkpointer.restore(path, args=ocp.args.StandardRestore(like))
         except Exception as error:  # Orbax raises bare Exceptions too
             raise _corrupt(directory, error) from error
 
@@ -339,5 +338,18 @@ def _validation_loss(directory: Path) -> float | None:
         return None  # whoever wants to load it will be told
 
 
-def _not_from_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname
+@functools.cache
+def _silence_orbax() -> None:
+    """Leaves errors to whoever catches them: Orbax logs the traceback of every error that it also raises.
+
+    When one read or write fails it also abandons the others, and Python would print what becomes of each.
+    """
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+    others = sys.unraisablehook
+    sys.unraisablehook = lambda unraisable: None if _is_aftermath(unraisable) else others(unraisable)
+
+
+def _is_aftermath(unraisable: Any) -> bool:
+    if inspect.iscoroutine(unraisable.object):
+        return "orbax" in unraisable.object.cr_code.co_filename
+    return isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from aamoe_jax.config import DataConfig, ExperimentConfig
+from aamoe_jax.config import DataConfig
 from aamoe_jax.data import ByteTokenizer
 from aamoe_jax.model import LanguageModel, merge, split
 from aamoe_jax.training.optimizer import build_optimizer, gradient_norm
@@ -26,6 +26,17 @@ BYTES = ByteTokenizer().byte_lengths
 def model_of(pattern: str, normalizer: str = "prefix"):
     config = model_config(pattern, normalizer, num_layers=1, kernel="reference")
     return config, *split(LanguageModel(config, rngs=nnx.Rngs(0)))
+
+
+@functools.cache
+def dense_run():
+    """(placement, jitted step with donation, a copy of the first state whenever called)."""
+    config = experiment(DATA)
+    placement, optimizer = local_placement(config.training), build_optimizer(config.optimizer, config.training.steps)
+    _, graphdef, _ = model_of("parallel")
+    first = initial_state(config.model, optimizer, 0, placement)
+    step = jax.jit(make_train_step(config, graphdef, optimizer, BYTES), donate_argnums=0)
+    return placement, step, lambda: jax.tree.map(lambda leaf: leaf.copy(), first)
 
 
 def on_device(batch: dict) -> dict:
@@ -81,10 +92,10 @@ class TestLoss:
         assert sums["count"] == sums["bytes"] == batch["loss_mask"].sum()  # every target here is a byte
 
     def test_an_empty_batch_is_no_nan(self):
-        placement, step, state = train_step_of(experiment(DATA))
+        placement, step, first = dense_run()
         batch = random_batch()
         batch["loss_mask"] = np.zeros_like(batch["loss_mask"])
-        state, metrics = step(state, placement.put(batch))
+        state, metrics = step(first(), placement.put(batch))
         assert metrics["nll"] == 0
         assert metrics["grad_norm"] == 0
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
@@ -92,10 +103,10 @@ class TestLoss:
 
 class TestTrainStep:
     def test_nothing_is_transferred_unasked_and_the_state_is_donated(self):
-        placement, step, state = train_step_of(experiment(DATA))
+        placement, step, first = dense_run()
+        batch, state = random_batch(), first()
         assert all(leaf.committed for leaf in jax.tree.leaves(state))
-        batch = random_batch()
-        step(jax.tree.map(lambda leaf: leaf.copy(), state), placement.put(batch))  # compiled
+        step(first(), placement.put(batch))  # compiled
         with jax.transfer_guard("disallow"):
             with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
                 step(state, batch)

@@ -1,0 +1,177 @@
+"""The loop: what happens in which order, what ends it, and that it compiles once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from aamoe_jax.config import ConfigError, DataConfig
+from aamoe_jax.training.checkpoints import CheckpointStore
+from aamoe_jax.training.interrupt import Interrupt
+from aamoe_jax.training.loop import DivergedError, Recorder, Run, run_steps, train
+from aamoe_jax.training.metrics import MetricsLog, read_metrics
+from aamoe_jax.training.profile import Profiler, ProfileWindow
+from aamoe_jax.training.progress import Progress
+from aamoe_jax.training.state import TrainState, local_placement
+from tests.training.helpers import experiment, random_batch, tiny_data, untimed
+
+CONFIG = experiment(DataConfig(seq_len=64, document_align=8), log_every=2)
+
+
+def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interrupt_at: int | None = None):
+    """Runs the loop around a step that computes nothing, and notes what it does. Returns its result."""
+    losses = losses or {}
+
+    def train_step(state, batch):
+        step = int(state.step) + 1
+        events.append(("dispatch", step))
+        if step == interrupt_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        metrics = {"nll": np.float32(losses.get(step, 1.0)), "count": 1, "bytes": 1, "grad_norm": np.float32(1)}
+        return state._replace(step=jax.device_put(np.int32(step))), metrics | {
+            "learning_rate": 0.1,
+            "statistics": {},
+            "step": step,
+        }
+
+    def validate(params, step):
+        events.append(("evaluate", step))
+        return [{"kind": "validation", "step": step, "dataset": "tiny", "loss": 1.0}], 1.0
+
+    class NotedRecorder(Recorder):
+        def _record(self, step, metrics):
+            events.append(("fetch", step))
+            super()._record(step, metrics)
+
+    class NotedStore(CheckpointStore):
+        def save(self, state, config, datasets, loss):
+            events.append(("save", int(state.step)))
+            super().save(state, config, datasets, loss)
+
+    state = TrainState(jnp.int32(0), {"w": jnp.ones(3)}, {"mu": jnp.ones(3)}, jax.random.key(0))
+    with (
+        Interrupt() as interrupt,
+        NotedStore(run_dir / "checkpoints", keep_last=2) as store,
+        MetricsLog(run_dir, resume_step=0, tensorboard="off") as log,
+        Progress(0, config.training.steps) as progress,
+        Profiler(None, run_dir) as profiler,
+    ):
+        run = Run(
+            config=config,
+            datasets={},
+            placement=local_placement(config.training),
+            batches=iter([random_batch(step) for step in range(config.training.steps)]),
+            train_step=train_step,
+            validate=validate,
+            store=store,
+            recorder=NotedRecorder(config, log, progress, store, 0),
+            profiler=profiler,
+            interrupt=interrupt,
+        )
+        return run_steps(run, state, 0)
+
+
+class TestOrder:
+    def test_metrics_are_fetched_after_the_next_step_is_dispatched(self, tmp_path):
+        events = []
+        result = stub_run(tmp_path, events)
+        assert events[:8] == [
+            *[("dispatch", 1), ("dispatch", 2), ("fetch", 1), ("dispatch", 3), ("fetch", 2)],
+            # Evaluating and saving need the state anyway, so here the loop waits for it.
+            *[("dispatch", 4), ("fetch", 3), ("fetch", 4)],
+        ]
+        assert events[8:10] == [("evaluate", 4), ("save", 4)]
+        assert events[-2:] == [("evaluate", 8), ("save", 8)]
+        assert (result.step, result.interrupted, result.validation_loss) == (8, None, 1.0)
+        assert [line["step"] for line in read_metrics(tmp_path) if line["kind"] == "train"] == [1, 2, 4, 6, 8]
+
+    def test_a_signal_ends_it_after_the_step_in_flight(self, tmp_path):
+        events = []
+        result = stub_run(tmp_path, events, interrupt_at=3)
+        assert events[-3:] == [("fetch", 2), ("fetch", 3), ("save", 3)]
+        assert (result.step, result.interrupted) == (3, signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    def test_a_signal_in_the_last_step_changes_nothing(self, tmp_path):
+        assert stub_run(tmp_path, [], interrupt_at=8).interrupted is None
+
+
+class TestDivergence:
+    @pytest.mark.parametrize(("step", "good"), [(8, 4), (6, 4), (4, None), (1, None)])
+    def test_names_step_batch_and_the_last_good_checkpoint(self, tmp_path, step, good):
+        events = []
+        with pytest.raises(DivergedError) as caught:
+            stub_run(tmp_path, events, losses={step: float("nan")})
+        message = str(caught.value)
+        assert message.startswith(f"step {step}, on batch {step - 1}: the sum of losses is nan")
+        assert ("nothing was saved" if good is None else f"checkpoints/{good}") in message
+        assert [event for event in events if event[0] == "save"] == ([("save", good)] if good else [])
+
+
+class TestTrain:
+    def test_compiles_before_the_first_step_and_at_the_first_evaluation_only(self, tmp_path, monkeypatch):
+        compilations, at_step = [], []
+        poll = CheckpointStore.poll
+
+        def noted(store):
+            at_step.append(len(compilations))
+            poll(store)
+
+        def count(name, seconds, **rest):
+            if name == "/jax/core/compile/backend_compile_duration":
+                compilations.append(seconds)
+
+        monkeypatch.setattr(CheckpointStore, "poll", noted)
+        jax.monitoring.register_event_duration_secs_listener(count)
+        try:
+            config = experiment(tiny_data(tmp_path / "data"), steps=12, eval_every=3, checkpoint_every=3)
+            result = train(config, tmp_path / "run", profile=ProfileWindow(2, 3), notes={"note.txt": "kept"})
+        finally:
+            jax.monitoring.unregister_event_duration_listener(count)
+        assert at_step[0] == at_step[2] > 0
+        assert at_step[-1] == at_step[4]
+        assert result.step == 12
+        assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+        assert (tmp_path / "run" / "note.txt").read_text() == "kept"
+        first, last = (record["loss"] for record in (untimed(tmp_path / "run")[0], untimed(tmp_path / "run")[-2]))
+        assert last < first
+        assert result.validation_loss == pytest.approx(untimed(tmp_path / "run")[-1]["loss"])
+        # A run that is complete stays as it is.
+        before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+        assert train(config, tmp_path / "run").step == 12
+        assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+    def test_rows_that_no_device_can_share(self, monkeypatch):
+        monkeypatch.setattr(jax, "local_devices", lambda: [jax.devices()[0]] * 3)
+        with pytest.raises(ConfigError, match=r"batch_size = 4: .* 4 rows must be divisible by .* devices, 3"):
+            local_placement(CONFIG.training)
+
+
+class TestProfileWindow:
+    def test_parse(self):
+        assert ProfileWindow.parse("3:5") == ProfileWindow(3, 5)
+
+    @pytest.mark.parametrize("text", ["", "5", "5:3", "0:2", "a:b", "-1:2"])
+    def test_refuses(self, text):
+        with pytest.raises(ConfigError, match="must be START:STOP"):
+            ProfileWindow.parse(text)
+
+
+class TestInterrupt:
+    def test_the_second_signal_does_what_it_always_did(self):
+        def press() -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+        with Interrupt() as interrupt:
+            press()
+            assert interrupt.requested == signal.SIGINT
+            with pytest.raises(KeyboardInterrupt):
+                press()

@@ -1,0 +1,120 @@
+"""The log of a run: what a line says, and that a resumed run leaves the file it would have left anyway."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+
+import numpy as np
+import pytest
+
+from aamoe_jax.config import ConfigError, DataConfig
+from aamoe_jax.training.checkpoints import SaveError
+from aamoe_jax.training.metrics import FILE, Clock, MetricsLog, Timing, loss_fields, read_metrics, train_record
+from tests.training.helpers import experiment, model_config
+
+
+def write(run_dir, records, resume_step=0, tensorboard="off"):
+    with MetricsLog(run_dir, resume_step=resume_step, tensorboard=tensorboard) as log:
+        for record in records:
+            log.write(record)
+
+
+SUMS = {"nll": np.float32(8.0), "count": np.int32(4), "bytes": np.int32(10)}
+
+
+class TestLog:
+    def test_resuming_drops_what_will_be_done_again(self, tmp_path):
+        records = [{"kind": "train", "step": step, "loss": step / 10} for step in range(1, 7)]
+        write(tmp_path, records)
+        write(tmp_path, records[3:], resume_step=3)
+        assert read_metrics(tmp_path) == records
+
+    def test_a_line_that_was_cut_off_is_dropped(self, tmp_path):
+        record = {"kind": "train", "step": 1, "loss": 1.0}
+        (tmp_path / FILE).write_text(json.dumps(record) + '\n{"kind": "tr')
+        assert read_metrics(tmp_path) == [record]
+        write(tmp_path, [record | {"step": 2}], resume_step=1)
+        assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+
+    def test_starting_anew_starts_an_empty_file(self, tmp_path):
+        write(tmp_path, [{"kind": "train", "step": 1}])
+        write(tmp_path, [])
+        assert read_metrics(tmp_path) == []
+
+    def test_no_room_is_one_clear_error(self, tmp_path):
+        class Full:
+            def write(self, data: bytes) -> None:
+                raise OSError(28, "No space left on device")
+
+            def close(self) -> None: ...
+
+        with MetricsLog(tmp_path, resume_step=0, tensorboard="off") as log:
+            log._file.close()
+            log._file = Full()
+            with pytest.raises(SaveError, match=r"metrics\.jsonl could not be written: No space left on device"):
+                log.write({"kind": "train", "step": 1})
+
+    def test_tensorboard(self, tmp_path):
+        pytest.importorskip("tensorboardX")
+        write(tmp_path, [{"kind": "train", "step": 1, "loss": 1.0, "layers": {"spent": [1.0, 2.0]}}], tensorboard="on")
+        (events,) = (tmp_path / "tensorboard").iterdir()
+        for tag in (b"train/loss", b"train/spent/1"):
+            assert tag in events.read_bytes()
+
+    def test_tensorboard_that_is_not_installed_names_the_extra(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=r"pip install 'aamoe_jax\[tensorboard\]'"):
+            write(tmp_path, [], tensorboard="on")
+
+
+class TestRecords:
+    def test_loss(self):
+        assert loss_fields(SUMS) == {"loss": 2.0, "bits_per_byte": pytest.approx(0.8 / math.log(2))}
+        assert loss_fields(SUMS | {"bytes": np.int32(0)}) == {"loss": 2.0}
+
+    def test_a_step(self):
+        layers = {
+            "tokens": [100, 100],
+            "capacity": [200, 200],
+            "pairs_local": [50, 50],
+            "pairs_context": [20, 60],
+            "pairs_expert": [30, 40],
+            "mass_local": [50, 50],
+            "mass_context": [25, 25],
+            "mass_expert": [25, 25],
+            "zero": [3, 0],
+            "one": [3, 0],
+            "clipped": [0, 0],
+            "max_budget": [5, 6],
+            "expert_load": [[1, 1, 1, 1], [4, 0, 0, 0]],
+            "predictor_loss": [10, 30],
+        }
+        statistics = {name: np.asarray(value, np.float32) for name, value in layers.items()}
+        metrics = SUMS | {"learning_rate": 0.1, "grad_norm": 2.0, "statistics": statistics}
+        config = experiment(DataConfig(seq_len=64, document_align=8), model_config())
+        record = train_record(5, metrics, Timing(0.5, 0.25), config)
+        assert record["tokens"] == 5 * 4 * 64
+        assert record["tokens_per_second"] == 4 * 64 / 0.5
+        assert record["data_wait"] == 0.25
+        assert record["predictor_loss"] == pytest.approx(0.2)
+        assert record["layers"]["spent"] == [1.0, 1.5]
+        assert record["layers"]["dead_experts"] == [0.0, 0.75]
+        assert record["flops"] > 0
+        assert json.loads(json.dumps(record)) == record
+
+
+class TestClock:
+    def test_waiting_counts_and_pauses_do_not(self, monkeypatch):
+        now = [0.0]
+        monkeypatch.setattr("aamoe_jax.training.metrics.time.perf_counter", lambda: now[0])
+        clock = Clock(10)
+        with clock.waiting():
+            now[0] += 1
+        now[0] += 3
+        with clock.paused():
+            now[0] += 100
+        assert clock.read(12) == Timing(2.0, 0.25)
+        now[0] += 5
+        assert clock.read(17) == Timing(1.0, 0.0)
