@@ -1,0 +1,36 @@
+"""AA-MoE: every token spends one budget on chunks of context and on experts, in one attention call."""
+
+from aamoe_jax.aamoe.allocation import Allocation
+from aamoe_jax.aamoe.layer import AAMoELayer
+from aamoe_jax.aamoe.statistics import summarize
+from aamoe_jax.config import (
+    AAMoEConfig,
+    BudgetConfig,
+    ConfigError,
+    DataConfig,
+    ExperimentConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+from aamoe_jax.mixers.base import Context
+from aamoe_jax.model import LanguageModel, merge, split, structure
+
+__all__ = [
+    "AAMoEConfig",
+    "AAMoELayer",
+    "Allocation",
+    "BudgetConfig",
+    "ConfigError",
+    "Context",
+    "DataConfig",
+    "ExperimentConfig",
+    "LanguageModel",
+    "ModelConfig",
+    "OptimizerConfig",
+    "TrainingConfig",
+    "merge",
+    "split",
+    "structure",
+    "summarize",
+]

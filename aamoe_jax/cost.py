@@ -33,7 +33,7 @@ PEAK_FLOPS = {
 }
 
 
-def aamoe_flops_per_token(config: ModelConfig, length: int) -> float:
+def aamoe_flops_per_token(config: ModelConfig, length: int) -> int:
     """Projections 8 d^2, router 2 d^2 + 2 d (E + l), budget 2 d, predictor; the pairs come on top."""
     layer, d = config.aamoe, config.d_model
     chunks = -(-length // layer.chunk_size)
@@ -43,17 +43,17 @@ def aamoe_flops_per_token(config: ModelConfig, length: int) -> float:
     return flops
 
 
-def flops_per_pair(config: ModelConfig) -> float:
+def flops_per_pair(config: ModelConfig) -> int:
     """Scores and values of one token against the m keys of one resource: 4 m d."""
     return 4 * config.aamoe.chunk_size * config.d_model
 
 
-def parallel_flops_per_token(config: ModelConfig, length: int) -> float:
+def parallel_flops_per_token(config: ModelConfig, length: int) -> int:
     """Projections 8 d^2, feed-forward 4 d n, attention 4 d per visible key, (L + 1) / 2 of them on average."""
     return 8 * config.d_model**2 + 4 * config.d_model * config.ff_width + 2 * config.d_model * (length + 1)
 
 
-MIXER_FLOPS: dict[str, Callable[[ModelConfig, int], float]] = {
+MIXER_FLOPS: dict[str, Callable[[ModelConfig, int], int]] = {
     "aamoe": aamoe_flops_per_token,
     "parallel": parallel_flops_per_token,
     # The n persistent vectors cost what the feed-forward of width n does.

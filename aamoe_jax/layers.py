@@ -5,6 +5,8 @@ Shapes: b rows, L tokens per row, d width, H heads, k = d / H.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -54,18 +56,33 @@ def merge_heads(x: Float[Array, "*batch H k"]) -> Float[Array, "*batch d"]:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
-def rotary(x: Float[Array, "*batch H k"], positions: Int[Array, "*batch"], base: float) -> Float[Array, "*batch H k"]:
-    """Rotary position embedding: the pair (x_n, x_{n + k/2}) is turned by the angle position * base^(-2n/k).
+class Rotation(NamedTuple):
+    """Cosines and sines of the angles position * base^(-2n/k), n < k/2: what turns vectors of width k."""
+
+    cos: Float[Array, "*batch k/2"]
+    sin: Float[Array, "*batch k/2"]
+
+
+def rotation(positions: Int[Array, "*batch"], width: int, base: float) -> Rotation:
+    """The rotation of every position, for vectors of `width`."""
+    half = width // 2
+    angle = positions[..., None].astype(jnp.float32) * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    return Rotation(jnp.cos(angle), jnp.sin(angle))
+
+
+def rotate(x: Float[Array, "*batch k"], turn: Rotation) -> Float[Array, "*batch k"]:
+    """Rotary position embedding: every pair (x_n, x_{n + k/2}) is turned by its angle.
 
     Dot products of two rotated vectors depend on the difference of their positions alone.
     """
-    half = x.shape[-1] // 2
-    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[..., None, None].astype(jnp.float32) * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * turn.cos - second * turn.sin, second * turn.cos + first * turn.sin], axis=-1)
     return turned.astype(x.dtype)
+
+
+def rotate_heads(x: Float[Array, "*batch H k"], turn: Rotation) -> Float[Array, "*batch H k"]:
+    """`rotate` of every head."""
+    return rotate(x, Rotation(turn.cos[..., None, :], turn.sin[..., None, :]))
 
 
 class QueryKeyValue(nnx.Module):

@@ -99,7 +99,7 @@ class LanguageModel(nnx.Module):
             budget=self.config.aamoe.budget.normalizer if budget is None else budget,
             beta=0.0,  # every layer puts in its own
             detail=detail,
-        )
+        ).with_rotations(self.config)
         table = self.embedding[...]
         x = (table[tokens] * self.config.d_model**0.5).astype(self.config.dtype)
         x, statistics = self._run_periods(x, context)

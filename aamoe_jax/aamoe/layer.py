@@ -19,7 +19,7 @@ from aamoe_jax.aamoe import resources, statistics
 from aamoe_jax.aamoe.allocation import Allocation
 from aamoe_jax.aamoe.router import Router
 from aamoe_jax.config import ConfigError, ModelConfig
-from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotary, split_heads
+from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads, split_heads
 from aamoe_jax.mixers.base import Context, Statistics
 from pallas_kernels.block_sparse_attention import Attention, Pairs, Window, block_sparse_attention
 
@@ -75,7 +75,7 @@ class AAMoELayer(nnx.Module):
 
     def _allocate(self, h: Float[Array, "b L d"], context: Context) -> tuple[Allocation, Statistics]:
         layer = self.config.aamoe
-        chunk_scores, expert_scores, local_scores = self.router(h, context.positions)
+        chunk_scores, expert_scores, local_scores = self.router(h, context.rotation(self.config, self.config.d_model))
         scores = jnp.concatenate([chunk_scores, expert_scores], axis=-1)
         own = jnp.broadcast_to(resources.chunk_of(h.shape[1], layer.chunk_size)[None, :, None], (*h.shape[:2], 1))
         available = self._available(context, expert_scores.shape[-1])
@@ -140,17 +140,15 @@ class AAMoELayer(nnx.Module):
         return jnp.concatenate([chunks, experts], axis=-1)
 
     def _attend(self, h: Float[Array, "b L d"], allocation: Allocation, context: Context) -> Attention:
-        layer, base = self.config.aamoe, self.config.rope_base
+        layer, turn = self.config.aamoe, context.rotation(self.config, self.config.head_dim)
         query, key, value = self.qkv(h)
         expert_keys = self.qkv.norm_key(split_heads(self.expert_keys[...].astype(h.dtype), self.config.num_heads))
         # Eq 9: chunk keys are projected, then rotated; expert rows are neither.
-        keys = resources.representation_tensor(
-            merge_heads(rotary(key, context.positions, base)), merge_heads(expert_keys)
-        )
+        keys = resources.representation_tensor(merge_heads(rotate_heads(key, turn)), merge_heads(expert_keys))
         values = resources.representation_tensor(merge_heads(value), self.expert_values[...])
         pairs, window = self._pairs(allocation, context)
         attention = block_sparse_attention(
-            _flatten_tokens(rotary(query, context.positions, base)),
+            _flatten_tokens(rotate_heads(query, turn)),
             _flatten_tokens(query),
             split_heads(keys, self.config.num_heads),
             split_heads(values, self.config.num_heads),

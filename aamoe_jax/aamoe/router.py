@@ -8,11 +8,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from aamoe_jax.aamoe.resources import chunk_ends
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import rotary
+from aamoe_jax.layers import Rotation, rotate
 
 
 class Router(nnx.Module):
@@ -26,12 +26,11 @@ class Router(nnx.Module):
         self.expert_embeddings = nnx.Param(jax.random.normal(rngs.params(), (config.aamoe.num_experts, width)))
         self.chunk_size = config.aamoe.chunk_size
         self.rope = config.aamoe.router_rope
-        self.rope_base = config.rope_base
 
     def __call__(
-        self, h: Float[Array, "b L d"], positions: Int[Array, "b L"]
+        self, h: Float[Array, "b L d"], turn: Rotation
     ) -> tuple[Float[Array, "b L l"], Float[Array, "b L E"], Float[Array, "b L"]]:
-        """Scores of the row's chunks, of the experts, and of the token's own neighbourhood.
+        """Scores of the row's chunks, of the experts, and of the token's own neighbourhood; `turn` has the width of h.
 
         The last is the score that a chunk ending in the token itself would have (decision 03): at equal positions the
         two rotations cancel, so it is the plain (W_c^T h_i) . h_i / sqrt(d).
@@ -41,11 +40,8 @@ class Router(nnx.Module):
         query = scale * (h @ self.context_kernel[...])
         local = jnp.sum(query * h, axis=-1)
         experts = scale * (h @ self.expert_embeddings[...].T)
-        query, chunks = self._turn(query, positions), self._turn(h, positions)
-        chunks = chunk_ends(chunks, self.chunk_size)
+        chunks = chunk_ends(h, self.chunk_size)
+        if self.rope == "relative":
+            query = rotate(query, turn)
+            chunks = rotate(chunks, Rotation(*(chunk_ends(x, self.chunk_size) for x in turn)))
         return jnp.einsum("bid,bjd->bij", query, chunks), experts, local
-
-    def _turn(self, x: Float[Array, "b L d"], positions: Int[Array, "b L"]) -> Float[Array, "b L d"]:
-        if self.rope == "none":
-            return x
-        return rotary(x[:, :, None, :], positions, self.rope_base)[:, :, 0, :]

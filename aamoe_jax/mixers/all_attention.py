@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotary, split_heads
+from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads, split_heads
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 
 
@@ -44,18 +44,18 @@ class AllAttentionLayer(nnx.Module):
         # Standard deviation 1 is that of W^K h and W^V h: both compete under one softmax from the start.
         self.memory_keys = nnx.Param(jax.random.normal(rngs.params(), (config.ff_width, config.d_model)))
         self.memory_values = nnx.Param(jax.random.normal(rngs.params(), (config.ff_width, config.d_model)))
-        self.num_heads = config.num_heads
-        self.rope_base = config.rope_base
+        self.config = config
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         query, key, value = self.qkv(h)
+        turn = context.rotation(self.config, self.config.head_dim)
         heads = joint_attention(
-            rotary(query, context.positions, self.rope_base),
-            rotary(key, context.positions, self.rope_base),
+            rotate_heads(query, turn),
+            rotate_heads(key, turn),
             value,
             query,
-            self.qkv.norm_key(split_heads(self.memory_keys[...].astype(h.dtype), self.num_heads)),
-            split_heads(self.memory_values[...].astype(h.dtype), self.num_heads),
+            self.qkv.norm_key(split_heads(self.memory_keys[...].astype(h.dtype), self.config.num_heads)),
+            split_heads(self.memory_values[...].astype(h.dtype), self.config.num_heads),
             causal_mask(context.segment_ids),
         )
         return self.output(merge_heads(heads)), {}

@@ -7,11 +7,15 @@ output [b, L, d] is added to the residual stream, statistics is a flat dict of a
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+from aamoe_jax.config import ModelConfig
+from aamoe_jax.layers import Rotation, rotation
 
 BudgetMode = Literal["row", "prefix", "predictor"]
 Detail = Literal["sums", "tokens"]
@@ -32,6 +36,27 @@ class Context:
     """Mean number of resources per token in this layer."""
     detail: Detail = "sums"
     """`tokens` adds per-token arrays to the statistics."""
+    rotations: Mapping[int, Rotation] = dataclasses.field(default_factory=dict)
+    """Rotations by width, where they were computed once for all layers."""
+
+    @classmethod
+    def of_rows(cls, config: ModelConfig, rows: int, length: int) -> Context:
+        """Every row one document, budgets as configured (those of the first layer, where layers differ)."""
+        positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+        return cls(jnp.ones((rows, length), jnp.int32), positions, config.aamoe.budget.normalizer, config.betas[0])
+
+    def with_rotations(self, config: ModelConfig) -> Context:
+        """The same with what layers turn heads and router vectors by: sines are dear, and the same in every layer."""
+        widths = (config.head_dim, config.d_model)
+        return dataclasses.replace(
+            self, rotations={width: rotation(self.positions, width, config.rope_base) for width in widths}
+        )
+
+    def rotation(self, config: ModelConfig, width: int) -> Rotation:
+        """The rotation of every token's position, for vectors of `width`."""
+        if width in self.rotations:
+            return self.rotations[width]
+        return rotation(self.positions, width, config.rope_base)
 
     @property
     def real(self) -> Bool[Array, "b L"]:

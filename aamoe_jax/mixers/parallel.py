@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotary
+from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 
 
@@ -28,12 +28,12 @@ class CausalAttention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.qkv = QueryKeyValue(config, rngs=rngs)
         self.output = Projection(config.d_model, config.d_model, rngs=rngs, gain=residual_gain(config))
-        self.rope_base = config.rope_base
+        self.config = config
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b L d"]:
         query, key, value = self.qkv(h)
-        query = rotary(query, context.positions, self.rope_base)
-        key = rotary(key, context.positions, self.rope_base)
+        turn = context.rotation(self.config, self.config.head_dim)
+        query, key = rotate_heads(query, turn), rotate_heads(key, turn)
         heads = jax.nn.dot_product_attention(query, key, value, mask=causal_mask(context.segment_ids)[:, None])
         return self.output(merge_heads(heads))
 

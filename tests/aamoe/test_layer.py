@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from aamoe_jax.layers import merge_heads, rotary
+from aamoe_jax.layers import merge_heads, rotate_heads
 from aamoe_jax.mixers.all_attention import joint_attention
 from aamoe_jax.mixers.base import Context, causal_mask
 from aamoe_jax.mixers.parallel import CausalAttention
@@ -132,8 +132,8 @@ def test_unbounded_budget_without_bias_is_all_attention(local):
     query, key, value = layer.qkv(h)
     memory = [x[...].reshape(E * M, HEADS, -1) for x in (layer.expert_keys, layer.expert_values)]
     dense = joint_attention(
-        rotary(query, context.positions, config.rope_base),
-        rotary(key, context.positions, config.rope_base),
+        rotate_heads(query, context.rotation(config, config.head_dim)),
+        rotate_heads(key, context.rotation(config, config.head_dim)),
         value,
         query,
         layer.qkv.norm_key(memory[0]),

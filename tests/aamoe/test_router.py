@@ -8,6 +8,7 @@ from flax import nnx
 
 from aamoe_jax.aamoe.resources import flat_index, representation_tensor
 from aamoe_jax.aamoe.router import Router
+from aamoe_jax.layers import Rotation, rotation
 from tests.aamoe.helpers import D, E, M, inputs, model_config
 
 
@@ -20,11 +21,14 @@ def turn(x: np.ndarray, position: int, base: float = 10_000.0) -> np.ndarray:
     )
 
 
+def turn_of(positions: jax.Array) -> Rotation:
+    return rotation(positions, D, 10_000.0)
+
+
 def test_scores_are_eq_4():
-    config = model_config()
-    router = Router(config, rngs=nnx.Rngs(0))
-    h, positions = inputs(1, 24), jnp.arange(24)[None]
-    chunks, experts, local = router(h, positions)
+    router = Router(model_config(), rngs=nnx.Rngs(0))
+    h = inputs(1, 24)
+    chunks, experts, local = router(h, turn_of(jnp.arange(24)[None]))
     weights, embeddings = np.asarray(router.context_kernel[...], np.float64), np.asarray(router.expert_embeddings[...])
     h64 = np.asarray(h[0], np.float64)
     for i in range(24):
@@ -41,7 +45,7 @@ def test_scores_are_eq_4():
 def test_scores_do_not_change_when_everything_moves(shift):
     router = Router(model_config(), rngs=nnx.Rngs(0))
     h, positions = inputs(1, 24), jnp.arange(24)[None]
-    here, there = router(h, positions), router(h, positions + shift)
+    here, there = router(h, turn_of(positions)), router(h, turn_of(positions + shift))
     # Angles of position 1000 carry float32 rounding of about 1000 * 6e-8.
     np.testing.assert_allclose(here[0], there[0], atol=2e-4 if shift == 1000 else 2e-5)
     for before, after in zip(here[1:], there[1:], strict=True):
@@ -52,14 +56,16 @@ def test_expert_scores_are_independent_of_position():
     router = Router(model_config(), rngs=nnx.Rngs(0))
     h, order = inputs(1, 24), np.random.default_rng(0).permutation(24)
     positions = jnp.arange(24)[None]
-    np.testing.assert_array_equal(router(h[:, order], positions)[1], router(h, positions)[1][:, order])
+    np.testing.assert_array_equal(
+        router(h[:, order], turn_of(positions))[1], router(h, turn_of(positions))[1][:, order]
+    )
 
 
 def test_router_rope_none_ignores_positions():
     router = Router(model_config(router_rope="none"), rngs=nnx.Rngs(0))
     h = inputs(1, 24)
     positions = jnp.arange(24)[None]
-    assert (router(h, positions)[0] == router(h, positions * 7)[0]).all()
+    assert (router(h, turn_of(positions))[0] == router(h, turn_of(positions * 7))[0]).all()
 
 
 def test_representation_tensor_is_eq_6():
@@ -80,7 +86,7 @@ def test_gradient_reaches_both_sides_of_the_router():
     h, positions = inputs(1, 24), jnp.arange(24)[None]
 
     def loss(params, h):
-        chunks, experts, local = nnx.merge(graphdef, params)(h, positions)
+        chunks, experts, local = nnx.merge(graphdef, params)(h, turn_of(positions))
         return (chunks**2).sum() + (experts**2).sum() + (local**2).sum()
 
     graphdef, params = nnx.split(router)
