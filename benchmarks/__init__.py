@@ -1,0 +1,1 @@
+"""What is fast, measured side by side."""
