@@ -282,13 +282,15 @@ def _fingerprints(leaves: list[Array]) -> list[Array]:
 
 
 def _fingerprint(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
-    """Sum of the words, each times an odd number of its own: changes with any one word and with their order."""
+    """Sum of the words, each times an odd number of its own: changes with any one word, and with their order.
+
+    The numbers are products of one per axis. (XLA would spend minutes on folding a constant of the size of x.)
+    """
     words = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-    position, stride = jnp.zeros(x.shape, jnp.uint32), 1
     for axis in reversed(range(x.ndim)):
-        position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % 2**32)
-        stride *= x.shape[axis]
-    return jnp.sum(words * (2 * position + 1), dtype=jnp.uint32)
+        weights = jnp.arange(x.shape[axis], dtype=jnp.uint32) * jnp.uint32(0x9E3779B2 + 4 * axis) + 1
+        words = jnp.sum(words * weights, axis=axis, dtype=jnp.uint32)
+    return words
 
 
 def _check_fingerprints(directory: Path, trees: dict[str, Any], meta: Meta) -> None:

@@ -36,7 +36,8 @@ class Validation:
             for name, _ in config.data.mixture
         }
         self._weights = dict(config.data.mixture)
-        self._count, self._placement = config.training.eval_batches, placement
+        # Whole batches are too large for the memory that micro-batches fit; the rows are the same ones.
+        self._count, self._placement = config.training.eval_batches * config.training.accumulate, placement
 
     def __call__(self, params: dict[str, Any], step: int) -> tuple[list[Record], float]:
         """A record per dataset, and the loss that ranks checkpoints: their mean under the weights of the mixture."""

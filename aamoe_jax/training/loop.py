@@ -211,6 +211,7 @@ def compile_step(
     jitted = jax.jit(step, donate_argnums=0, out_shardings=placement.state)
     compiled = jitted.lower(like, batch).compile()
     progress.say(f"compiled in {time.perf_counter() - start:.1f} s")
+    progress.restart_clock()
     return compiled
 
 

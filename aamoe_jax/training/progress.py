@@ -25,6 +25,10 @@ class Progress:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._bar.close()
 
+    def restart_clock(self) -> None:
+        """Leaves the time until now out of the rate."""
+        self._bar.unpause()
+
     def advance(self) -> None:
         """One step more."""
         self._bar.update()

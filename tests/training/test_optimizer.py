@@ -58,7 +58,7 @@ class TestDecay:
         return {jax.tree_util.keystr(path[-2:], simple=True, separator="/") for path, decays in leaves if decays}
 
     def test_aamoe(self):
-        assert self.decayed(shapes(normalizer="row")) == {
+        assert self.decayed(shapes(normalizer="row", embedding="tied")) == {
             "embedding",
             "query/kernel",
             "key/kernel",
