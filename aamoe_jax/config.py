@@ -123,7 +123,8 @@ class ModelConfig:
     norm: Literal["rms", "layer"] = "rms"
     qk_norm: Literal["none", "rms"] = "rms"
     rope_base: float = 10_000.0
-    embedding: Literal["tied", "untied"] = "tied"
+    embedding: Literal["tied", "untied"] = "untied"
+    """`tied`: one table for both ends. It saves parameters, and starts by predicting every token to repeat."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and matrix products. Parameters are float32; so are scores, budgets and softmax
     statistics."""

@@ -70,7 +70,7 @@ def forward_flops(config: ModelConfig, rows: int, length: int, statistics: Stati
     mixers = sum(MIXER_FLOPS[name](config, length) for name in config.pattern)
     per_token = mixers * (config.num_layers // len(config.pattern)) + 2 * config.d_model * config.vocab_size
     kinds = ("pairs_local", "pairs_context", "pairs_expert")
-    pairs = sum(float(np.sum(statistics[kind])) for kind in kinds if kind in statistics)
+    pairs = sum((float(np.sum(statistics[kind])) for kind in kinds if kind in statistics), 0.0)
     return rows * length * per_token + pairs * flops_per_pair(config)
 
 

@@ -34,10 +34,16 @@ def define_flags() -> None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The metrics of a run."""
+    """The metrics of a run, under the names that the pictures know: figures per layer at the top, validation apart."""
     if not path.is_file():
         raise ConfigError(f"run_dir: {path} does not exist; train first, with python -m launch.train")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        {"step": record["step"], "validation_bits_per_byte": record.get("bits_per_byte")}
+        if record["kind"] == "validation"
+        else record | record.get("layers", {})
+        for record in records
+    ]
 
 
 def spent_on_passage(

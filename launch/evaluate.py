@@ -27,9 +27,7 @@ FLAGS = flags.FLAGS
 def define_flags() -> None:
     """The flags of this program."""
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
-    flags.DEFINE_enum(
-        "step", "last", ["last", "best"], "Which checkpoint of a run: the newest, or the best validation."
-    )
+    flags.DEFINE_enum("which", "latest", ["latest", "best"], "Of a run: the newest, or that of the best validation.")
     flags.DEFINE_list("datasets", [], "Datasets to evaluate on; the mixture of the run if not given.")
     flags.DEFINE_enum("split", "test", ["validation", "test"], "Held-out split.")
     flags.DEFINE_enum(
@@ -94,15 +92,14 @@ def _row(name: str, budget: str, figures: dict[str, Any]) -> str:
 
 def main(argv: list[str]) -> None:
     program.refuse_arguments(argv)
-    checkpoint = load_checkpoint(FLAGS.checkpoint, which=FLAGS.step)
+    checkpoint = load_checkpoint(FLAGS.checkpoint, which=FLAGS.which)
     data = program.data_config(checkpoint.config, FLAGS.data_dir)
     names = FLAGS.datasets or [name for name, _ in data.mixture]
     records = [evaluate_dataset(checkpoint, data, name) for name in names]
     print(f"checkpoint of step {checkpoint.step}, {FLAGS.split} split")
     print(table(records))
-    output = (
-        Path(FLAGS.output) if FLAGS.output else checkpoint.run_dir / f"evaluation-{FLAGS.split}-{FLAGS.budget}.json"
-    )
+    name = f"evaluation-{FLAGS.split}-{FLAGS.budget}.json"
+    output = Path(FLAGS.output) if FLAGS.output else program.run_folder(FLAGS.checkpoint) / name
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({"step": checkpoint.step, "results": records}, indent=1) + "\n")
     print(f"written to {output}")

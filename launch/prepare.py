@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags, logging
+from absl import app, flags
 
 from aamoe_jax.data import DataError, corpora, open_corpus, prepare, text_corpus
 from aamoe_jax.data.corpora import SPLITS, Corpus
@@ -40,7 +40,6 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    logging.set_verbosity(logging.WARNING)  # TFDS reports every file that it writes
     args = flags.FLAGS
     if len(argv) > 1:
         raise app.UsageError(f"unknown argument {argv[1]!r}; quote the pattern of --text")

@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig
 from experiments.binding import load_experiment
@@ -51,10 +52,17 @@ def data_config(config: ExperimentConfig, data_dir: str | None) -> DataConfig:
     return config.data if data_dir is None else dataclasses.replace(config.data, data_dir=data_dir)
 
 
+def run_folder(checkpoint: str) -> Path:
+    """The folder of the run that a checkpoint belongs to, given the run, its checkpoints, or a single one."""
+    path = Path(checkpoint)
+    return next((folder for folder in (path, *path.parents) if (folder / "checkpoints").is_dir()), path)
+
+
 def run(main: Callable[[list[str]], Any]) -> None:
     """`absl.app.run(main)`, but a ConfigError ends the program with one line on stderr and exit code 1."""
 
     def guarded(argv: list[str]) -> Any:
+        logging.set_verbosity(logging.WARNING)  # libraries report every file that they read
         try:
             return main(argv)
         except ConfigError as error:

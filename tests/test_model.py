@@ -69,7 +69,7 @@ def test_layers_of_a_pattern_run_in_order_and_report_in_order():
         for block in part.blocks.values():
             x, about = apply(block, x, dataclasses.replace(context, beta=jnp.float32(config.betas[0])))
             spent += [about["spent"]] if about else []
-    np.testing.assert_allclose(logits, model.norm(x) @ params["embedding"].T, atol=1e-4)
+    np.testing.assert_allclose(logits, model.norm(x) @ params["readout"].T, atol=1e-4)
     np.testing.assert_array_equal(statistics["spent"], jnp.stack(spent))
     assert summarize(statistics)["spent"] == pytest.approx([float(s.mean()) for s in spent])
 
@@ -112,7 +112,7 @@ def test_bfloat16_stays_near_float32():
 
 
 def test_parameters_round_trip_under_their_own_names():
-    config = model_config(embedding="untied")
+    config = model_config()
     graphdef, params = split(LanguageModel(config, rngs=nnx.Rngs(0)))
     assert set(params) == {"embedding", "periods", "norm", "readout"}
     block = params["periods"]["blocks"]["0_aamoe"]["mixer"]
