@@ -37,7 +37,7 @@ class Case:
     config: ModelConfig
     length: int
     importance: float
-    """Standard deviation of w_B . h over tokens: 0 is initialisation, where all budgets are equal."""
+    """Standard deviation of w_B . h / sqrt(d) over tokens: 0 is initialisation, where all budgets are equal."""
 
     @property
     def mixer(self) -> MixerName:
@@ -90,5 +90,5 @@ class Case:
         if self.layer == AAMOE:
             # A trained w_B: budgets vary, so that tiles of pairs are as ragged as they are in use.
             noise = jax.random.normal(jax.random.key(2), (self.config.d_model,))
-            layer.importance = nnx.Param(self.importance * self.config.d_model**-0.5 * noise)
+            layer.importance = nnx.Param(self.importance * noise)
         return layer

@@ -46,7 +46,9 @@ def define_flags() -> None:
     flags.DEFINE_integer("experts", 64, "E.", lower_bound=0)
     flags.DEFINE_float("beta", 4.0, "Mean number of resources per token.")
     flags.DEFINE_integer("max_resources", None, "K_max; 4 * beta if not given.", lower_bound=1)
-    flags.DEFINE_float("importance", 1.0, "How much budgets vary: standard deviation of w_B . h. 0: all alike.", 0.0)
+    flags.DEFINE_float(
+        "importance", 1.0, "How much budgets vary: standard deviation of w_B . h / sqrt(d). 0: alike.", 0.0
+    )
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations and products.")
     flags.DEFINE_enum(
         "memory",

@@ -82,7 +82,9 @@ class TestAAMoE:
             return np.asarray(allocate(h).count)
 
         assert set(np.unique(spent(0.0))) == {2}
-        assert len(np.unique(spent(1.0))) > 2
+        # exp(s) of s ~ N(0, 1) exceeds 2.5 times its mean for one token in twelve, and is below half of it for many.
+        assert spent(1.0).min() <= 1
+        assert spent(1.0).max() >= 5
 
 
 def rows(**seconds):
