@@ -18,7 +18,7 @@ train: .venv/installed
 	$(BIN)/python -m launch.draw --run_dir=$(RUN)
 
 test: .venv/installed lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist=worksteal
 
 lint: .venv/installed
 	$(BIN)/ruff check .

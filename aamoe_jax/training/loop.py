@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from aamoe_jax.config import ExperimentConfig, to_dict
+from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
 from aamoe_jax.cost import parameter_count
 from aamoe_jax.data import dataset_metadata, iterate, load_tokenizer, training_batches
 from aamoe_jax.data.batches import Batch
@@ -84,6 +84,7 @@ def train(
     run_dir, training = Path(run_dir), config.training
     byte_lengths = load_tokenizer(config.data.tokenizer).byte_lengths
     datasets = {name: dataset_metadata(config.data, name) for name, _ in config.data.mixture}
+    _require_vocabulary(config, datasets)
     placement = local_placement(training)
     optimizer = build_optimizer(config.optimizer, training.steps)
     graphdef, like = abstract_state(config.model, optimizer, placement)
@@ -213,6 +214,16 @@ def compile_step(
     progress.say(f"compiled in {time.perf_counter() - start:.1f} s")
     progress.restart_clock()
     return compiled
+
+
+def _require_vocabulary(config: ExperimentConfig, datasets: Mapping[str, Any]) -> None:
+    """A token without a row in the embedding table would be read as some other token, silently."""
+    for name, dataset in datasets.items():
+        if dataset["vocab_size"] > config.model.vocab_size:
+            raise ConfigError(
+                f"ModelConfig.vocab_size = {config.model.vocab_size}: the tokenizer of dataset {name!r} has "
+                f"{dataset['vocab_size']} tokens; set it to at least that"
+            )
 
 
 def _due(step: int, every: int, last: int) -> bool:
