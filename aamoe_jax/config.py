@@ -156,6 +156,8 @@ class ModelConfig:
         _require_choice(self, "embedding", ("tied", "untied"))
         _require_choice(self, "dtype", ("float32", "bfloat16"))
         _require_choice(self, "remat", get_args(Remat))
+        if self.kernel is not None:
+            _require_choice(self, "kernel", ("reference", "xla"))
         beta = self.aamoe.budget.beta
         if isinstance(beta, tuple) and len(beta) != self.num_layers:
             raise ConfigError(f"BudgetConfig.beta = {beta!r}: {len(beta)} values for num_layers = {self.num_layers}")

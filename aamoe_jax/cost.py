@@ -1,8 +1,9 @@
 """FLOPs in closed form: what every mixer must do per token, and what AA-MoE layers really spent.
 
 A multiply-add is two FLOPs. Counted: all projections, router scores, budgets, and the (token, resource) pairs that
-were given, not the pairs that the budget allowed (decision 35). Attention counts the keys that a token may see.
-Norms, softmaxes and rotary turns are left out, as is the custom of the field.
+were given, not the pairs that the budget allowed (decision 35). A pair counts all its m keys,
+a token of a dense layer (L + 1) / 2, whatever documents and prefixes hide. Norms, softmaxes and rotary turns are left
+out, as is the custom of the field.
 
 Notation: d width, m keys per resource, l chunks per row, E experts, n hidden width, L tokens per row, V vocabulary.
 """
@@ -34,10 +35,10 @@ PEAK_FLOPS = {
 
 
 def aamoe_flops_per_token(config: ModelConfig, length: int) -> int:
-    """Projections 8 d^2, router 2 d^2 + 2 d (E + l), budget 2 d, predictor; the pairs come on top."""
+    """Projections 8 d^2, router 2 d^2 + 2 d (E + l + 1), budget 2 d, predictor; the pairs come on top."""
     layer, d = config.aamoe, config.d_model
     chunks = -(-length // layer.chunk_size)
-    flops = 8 * d**2 + 2 * d**2 + 2 * d * (layer.num_experts + chunks) + 2 * d
+    flops = 8 * d**2 + 2 * d**2 + 2 * d * (layer.num_experts + chunks) + 4 * d
     if layer.budget.normalizer == "row":
         flops += 2 * layer.budget.predictor_width * (d + 1)
     return flops

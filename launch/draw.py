@@ -5,7 +5,6 @@ python -m launch.draw --run_dir=runs/quickstart
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from aamoe_jax.data import evaluation_batches, load_tokenizer
 from aamoe_jax.evaluation.perplexity import causal_budget
 from aamoe_jax.model import merge, structure
 from aamoe_jax.training.checkpoints import load_checkpoint
+from aamoe_jax.training.metrics import FILE, read_metrics
 from launch import program
 
 FLAGS = flags.FLAGS
@@ -33,16 +33,15 @@ def define_flags() -> None:
     flags.DEFINE_string("data_dir", None, "Where prepared datasets lie; the run's folder if not given.")
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics of a run, under the names that the pictures know: figures per layer at the top, validation apart."""
-    if not path.is_file():
-        raise ConfigError(f"run_dir: {path} does not exist; train first, with python -m launch.train")
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    if not (run_dir / FILE).is_file():
+        raise ConfigError(f"--run_dir={run_dir}: there is no {FILE}; train first, with python -m launch.train")
     return [
         {"step": record["step"], "validation_bits_per_byte": record.get("bits_per_byte")}
         if record["kind"] == "validation"
         else record | record.get("layers", {})
-        for record in records
+        for record in read_metrics(run_dir)
     ]
 
 
@@ -64,7 +63,7 @@ def main(argv: list[str]) -> None:
     """Draws what the model's stack has, and prints the paths."""
     program.refuse_arguments(argv)
     run_dir = Path(FLAGS.run_dir)
-    records = read_records(run_dir / "metrics.jsonl")
+    records = read_records(run_dir)
     drawn = [run_dir / "loss.png"]
     pictures.loss_curve(records, drawn[0])
     checkpoint = load_checkpoint(run_dir)
@@ -73,7 +72,9 @@ def main(argv: list[str]) -> None:
         pictures.context_expert_share(records, drawn[1])
         data = program.data_config(checkpoint.config, FLAGS.data_dir)
         windows = evaluation_batches(data, data.mixture[0][0], split="validation", batch_size=1)
-        passage = windows[min(FLAGS.window, len(windows) - 1)]
+        if FLAGS.window >= len(windows):
+            raise ConfigError(f"--window={FLAGS.window}: the split has {len(windows)} windows, counted from 0")
+        passage = windows[FLAGS.window]
         spent = spent_on_passage(checkpoint.config, checkpoint.params, passage)
         tokenizer = load_tokenizer(data.tokenizer)
         shown = passage["tokens"][0, : FLAGS.tokens]

@@ -2,7 +2,7 @@
 
     python -m launch.evaluate --checkpoint=runs/quickstart
 
-The config comes out of the checkpoint. Prints a table and writes evaluation-SPLIT-BUDGET.json into the run folder.
+The config comes out of the checkpoint. Prints a table and writes evaluation-SPLIT-BUDGET-STEP.json into the run folder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import flags
 
-from aamoe_jax.config import DataConfig
+from aamoe_jax.config import ConfigError, DataConfig
 from aamoe_jax.data import dataset_metadata, documents_of, evaluation_batches, load_tokenizer
 from aamoe_jax.evaluation import baselines
 from aamoe_jax.evaluation.perplexity import Evaluation, causal_budget, evaluate, flip_rate, leakage_gap
@@ -43,7 +43,10 @@ def define_flags() -> None:
 
 
 def evaluate_dataset(checkpoint: Checkpoint, data: DataConfig, name: str) -> dict[str, Any]:
-    """The record of one dataset: causal budgets always, row budgets beside them when asked or when trained on."""
+    """The record of one dataset under causal budgets; row budgets beside them when asked for by name.
+
+    What row budgets gain by seeing the future is always told of a model that was trained on them.
+    """
     model = checkpoint.config.model
     batches = evaluation_batches(data, name, split=FLAGS.split, batch_size=FLAGS.batch_size)
     byte_lengths = load_tokenizer(data.tokenizer).byte_lengths
@@ -51,15 +54,22 @@ def evaluate_dataset(checkpoint: Checkpoint, data: DataConfig, name: str) -> dic
     def under(budget: str) -> Evaluation:
         return evaluate(structure(model), checkpoint.params, model, batches, byte_lengths, budget=budget)
 
+    has_budgets = "aamoe" in model.pattern
+    if FLAGS.budget == "row" and not has_budgets:
+        raise ConfigError("--budget=row: this model has no AA-MoE layer, so it has no budgets")
     causal = under(causal_budget(model))
     record = {"dataset": name, "split": FLAGS.split, "causal": causal.to_dict()}
+    if not has_budgets:
+        record["causal"]["budget"] = None
     record["corpus_digest"] = dataset_metadata(data, name)["corpus_digest"]
-    trained_on_row = "aamoe" in model.pattern and model.aamoe.budget.normalizer == "row"
+    trained_on_row = has_budgets and model.aamoe.budget.normalizer == "row"
     if trained_on_row or FLAGS.budget == "row":
         row = under("row")
-        record["row"] = row.to_dict() | {"leakage_gap": leakage_gap(causal, row)}
+        record["leakage_gap"] = leakage_gap(causal, row)
         if trained_on_row:
-            record["row"]["flip_rate"] = flip_rate(row)
+            record["flip_rate"] = flip_rate(row)
+        if FLAGS.budget == "row":
+            record["row"] = row.to_dict()
     heldout = b"".join(documents_of(data, name, FLAGS.split))
     train = b"".join(documents_of(data, name, "train"))
     record["baselines"] = {
@@ -74,13 +84,12 @@ def table(records: list[dict[str, Any]]) -> str:
     lines = [f"{'dataset':<14}{'budgets':<22}{'bits/byte':>10}{'nats/token':>12}{'perplexity':>12}{'MFLOP/token':>13}"]
     for record in records:
         causal = record["causal"]
-        lines.append(_row(record["dataset"], f"{causal['budget']} (causal)", causal))
+        lines.append(_row(record["dataset"], f"{causal['budget']} (causal)" if causal["budget"] else "-", causal))
         if "row" in record:
             lines.append(_row("", "row (sees the future)", record["row"]))
-            about = f"leakage gap {record['row']['leakage_gap']:+.4f} bits/byte"
-            if "flip_rate" in record["row"]:
-                about += f", flip rate {record['row']['flip_rate']:.3f}"
-            lines.append(f"{'':<14}{about}")
+        if "leakage_gap" in record:
+            flips = f", flip rate {record['flip_rate']:.3f}" if "flip_rate" in record else ""
+            lines.append(f"{'':<14}leakage gap of row budgets {record['leakage_gap']:+.4f} bits/byte{flips}")
         lines += [f"{'':<14}{name:<22}{bits:>10.3f}" for name, bits in record["baselines"].items()]
     return "\n".join(lines)
 
@@ -98,10 +107,13 @@ def main(argv: list[str]) -> None:
     records = [evaluate_dataset(checkpoint, data, name) for name in names]
     print(f"checkpoint of step {checkpoint.step}, {FLAGS.split} split")
     print(table(records))
-    name = f"evaluation-{FLAGS.split}-{FLAGS.budget}.json"
+    # Everything that tells one evaluation of a run from another is in the name.
+    name = "-".join(["evaluation", FLAGS.split, FLAGS.budget, f"step{checkpoint.step}", *FLAGS.datasets]) + ".json"
     output = Path(FLAGS.output) if FLAGS.output else program.run_folder(FLAGS.checkpoint) / name
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({"step": checkpoint.step, "results": records}, indent=1) + "\n")
+    output.write_text(
+        json.dumps({"checkpoint": FLAGS.checkpoint, "step": checkpoint.step, "results": records}, indent=1) + "\n"
+    )
     print(f"written to {output}")
 
 

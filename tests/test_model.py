@@ -143,7 +143,7 @@ def test_flops_are_counted_by_hand():
     statistics = {
         f"pairs_{kind}": np.array([pairs]) for kind, pairs in (("local", 90), ("context", 50), ("expert", 60))
     }
-    aamoe = 8 * d**2 + 2 * d**2 + 2 * d * (E + 4) + 2 * d
+    aamoe = 8 * d**2 + 2 * d**2 + 2 * d * (E + 4 + 1) + 2 * d
     parallel = 8 * d**2 + 4 * d * 48 + 4 * d * (length + 1) / 2
     expected = rows * length * (aamoe + parallel + 2 * d * 384) + 200 * 4 * M * d
     assert cost.forward_flops(config, rows, length, statistics) == expected

@@ -55,14 +55,18 @@ def _segment_cumulative_logsumexp(
     return log_sum, count
 
 
-def floor_budgets(budget: Float[Array, "b L"]) -> Int[Array, "b L"]:
+def floor_row_budgets(budget: Float[Array, "b L"]) -> Int[Array, "b L"]:
     """B_i = floor(B b_i), forgiving float32 rounding (decision 16).
 
     Without epsilon, uniform budgets lose a unit per token at some lengths; bounded by 1 / 2L it cannot push sum_i B_i
     past B.
     """
-    epsilon = min(1e-4, 0.5 / budget.shape[1])
-    return jnp.floor(budget + epsilon).astype(jnp.int32)
+    return jnp.floor(budget + min(1e-4, 0.5 / budget.shape[1])).astype(jnp.int32)
+
+
+def floor_causal_budgets(budget: Float[Array, "b L"]) -> Int[Array, "b L"]:
+    """The floor of budgets that the cap bounds: epsilon follows float32 rounding, and never the length of the row."""
+    return jnp.floor(budget + 1e-4 * jnp.maximum(1.0, 0.1 * budget)).astype(jnp.int32)
 
 
 def cap_spending(
@@ -104,9 +108,13 @@ class BudgetPredictor(nnx.Module):
 def predictor_loss(
     predicted: Float[Array, "b L"], budget: Int[Array, "b L"], real: Bool[Array, "b L"], max_budget: int
 ) -> Float[Array, ""]:
-    """Sum over tokens and k of the cross-entropy between sigma(predicted - k + 1/2) and [B_i >= k] (decision 22)."""
+    """Sum over tokens and k of the cross-entropy between sigma(predicted - k), eq 11, and [B_i >= k] (decision 22).
+
+    A token that knows its B_i best predicts a value within (B_i, B_i + 1), where the row's own real budget lies: the
+    floor is right, with room on both sides.
+    """
     k = jnp.arange(1, max_budget + 1)
-    logit = predicted[..., None] - k + 0.5
+    logit = predicted[..., None] - k
     affords = jax.lax.stop_gradient(budget)[..., None] >= k
     loss = -jnp.where(affords, jax.nn.log_sigmoid(logit), jax.nn.log_sigmoid(-logit)).sum(-1)
     return jnp.sum(jnp.where(real, loss, 0.0))

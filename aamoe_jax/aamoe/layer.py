@@ -6,6 +6,7 @@ resources to choose from, K slots per token, T = b L, d width, H heads, k = d / 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -50,7 +51,7 @@ class AAMoELayer(nnx.Module):
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         """The layer's output, 0 for tokens without budget, and its statistics."""
         length = h.shape[1]
-        h, context = self._pad_to_chunks(h, context)
+        h, context = self._prepare(h, context)
         allocation, about_budget = self._allocate(h, context)
         attention = self._attend(h, allocation, context)
         output = self.output(merge_heads(attention.output.reshape(*h.shape[:2], self.config.num_heads, -1)))
@@ -71,7 +72,7 @@ class AAMoELayer(nnx.Module):
 
     def allocate(self, h: Float[Array, "b L d"], context: Context) -> Allocation:
         """Which resources every token of h gets (eq 8); rows are padded to whole chunks."""
-        return self._allocate(*self._pad_to_chunks(h, context))[0]
+        return self._allocate(*self._prepare(h, context))[0]
 
     def _allocate(self, h: Float[Array, "b L d"], context: Context) -> tuple[Allocation, Statistics]:
         layer = self.config.aamoe
@@ -113,14 +114,15 @@ class AAMoELayer(nnx.Module):
             budget = budget_lib.row_budgets(importance, real, context.beta)
         else:
             budget = jnp.where(real, self._predict(h, context), 0.0)
-        wanted = budget_lib.floor_budgets(budget)
+        floor = budget_lib.floor_row_budgets if context.budget == "row" else budget_lib.floor_causal_budgets
+        wanted = floor(budget)
         count = jnp.where(real, jnp.minimum(wanted, most), 0)
         if context.budget != "row":
             count = budget_lib.cap_spending(count, real, context.beta, config.slack)
         about = {"wanted": wanted, "budget": budget}
         if context.budget == "row" and config.normalizer == "row":
             predicted = self._predict(h, context)
-            guess = budget_lib.floor_budgets(predicted)
+            guess = budget_lib.floor_causal_budgets(predicted)
             about |= statistics.prediction(predicted, guess, wanted, real)
             about["predictor_loss"] = budget_lib.predictor_loss(predicted, wanted, real, self._slots_of(h))
         return budget, count, about
@@ -191,7 +193,8 @@ class AAMoELayer(nnx.Module):
         mass = attention.mass
         if self.config.aamoe.local == "window":
             mass = jnp.concatenate([1.0 - mass.sum(-1, keepdims=True), mass], axis=-1)
-        return mass.reshape(allocation.resource.shape)
+        mass = mass.reshape(allocation.resource.shape)
+        return jnp.where(jnp.arange(mass.shape[-1]) < allocation.count[..., None], mass, 0.0)
 
     @property
     def _local_first(self) -> bool:
@@ -216,6 +219,11 @@ class AAMoELayer(nnx.Module):
         slack = 0 if context.budget == "row" else self.config.aamoe.budget.slack
         per_row = math.floor(max(self.config.betas) * length + 0.5) + slack
         return rows * min(per_row, length * slots)
+
+    def _prepare(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b M d"], Context]:
+        """Rows as whole chunks, and a beta that the static bound on pairs covers."""
+        beta = jnp.minimum(context.beta, max(self.config.betas))
+        return self._pad_to_chunks(h, dataclasses.replace(context, beta=beta))
 
     def _pad_to_chunks(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b M d"], Context]:
         """Rows as whole chunks. Padding has segment 0: no budget, and no chunk that ends in it is available."""

@@ -14,6 +14,9 @@ from aamoe_jax.aamoe.resources import chunk_ends
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Rotation, rotate
 
+# Accelerators multiply float32 in fewer bits unless told otherwise, and choices would flip.
+HIGHEST = jax.lax.Precision.HIGHEST
+
 
 class Router(nnx.Module):
     """r_ij = (W_c^T h_i, turned to position i) . (c_j, turned to the end of chunk j) / sqrt(d) for chunks of context,
@@ -37,11 +40,11 @@ class Router(nnx.Module):
         """
         h = h.astype(jnp.float32)
         scale = h.shape[-1] ** -0.5
-        query = scale * (h @ self.context_kernel[...])
+        query = scale * jnp.matmul(h, self.context_kernel[...], precision=HIGHEST)
         local = jnp.sum(query * h, axis=-1)
-        experts = scale * (h @ self.expert_embeddings[...].T)
+        experts = scale * jnp.matmul(h, self.expert_embeddings[...].T, precision=HIGHEST)
         chunks = chunk_ends(h, self.chunk_size)
         if self.rope == "relative":
             query = rotate(query, turn)
             chunks = rotate(chunks, Rotation(*(chunk_ends(x, self.chunk_size) for x in turn)))
-        return jnp.einsum("bid,bjd->bij", query, chunks), experts, local
+        return jnp.einsum("bid,bjd->bij", query, chunks, precision=HIGHEST), experts, local

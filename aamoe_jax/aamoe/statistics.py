@@ -88,8 +88,9 @@ def combine(left: Statistics, right: Statistics) -> Statistics:
 def summarize(statistics: Statistics) -> dict[str, Any]:
     """Figures per layer, on the host: lists with one float per AA-MoE layer.
 
-    Shares are of pairs and of attention mass; `utilisation` is pairs over B; `expert_entropy` is that of the expert
-    load over its maximum log E (1: all experts equally used); `dead_experts` the share of experts that nobody chose.
+    Shares are of pairs and of the attention that resources get (a null slot's is left out); `utilisation` is pairs
+    over B; `expert_entropy` is that of the expert load over its maximum log E (1: all experts equally used);
+    `dead_experts` the share of experts that nobody chose.
     """
     if not statistics:
         return {}

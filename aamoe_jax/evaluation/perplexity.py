@@ -100,6 +100,8 @@ def evaluate(
         batch = batches[index]
         batch_nll, more = step(params, batch)
         nll = nll + np.asarray(batch_nll, np.float64)
+        # In float64 on the host: counts of a long evaluation leave the integers of float32.
+        more = jax.tree.map(lambda x: np.asarray(x, np.float64), more)
         statistics = combine(statistics, more) if statistics else more
         count = count + batch["loss_mask"].sum(0)
         text_bytes += int((byte_lengths[batch["targets"]] * batch["loss_mask"]).sum())

@@ -33,7 +33,7 @@ class Context:
     budget: BudgetMode
     """Which budgets AA-MoE layers use: the row's, the prefix's, or the predictor's (under the cap)."""
     beta: Float[Array, ""] | float
-    """Mean number of resources per token in this layer."""
+    """Mean number of resources per token in this layer; at most the largest of the config, which bounds the work."""
     detail: Detail = "sums"
     """`tokens` adds per-token arrays to the statistics."""
     rotations: Mapping[int, Rotation] = dataclasses.field(default_factory=dict)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from aamoe_jax.aamoe.budget import (
     BudgetPredictor,
     cap_spending,
-    floor_budgets,
+    floor_causal_budgets,
+    floor_row_budgets,
     predictor_loss,
     prefix_budgets,
     row_budgets,
@@ -24,11 +25,17 @@ from aamoe_jax.config import BudgetConfig
 def test_uniform_importance_gives_every_token_beta(length, beta):
     """Decision 16: without epsilon, float32 loses one unit per token at these lengths."""
     importance = jnp.zeros((1, length))
-    for budget in (
-        row_budgets(importance, jnp.ones((1, length), bool), beta),
-        jax.jit(prefix_budgets)(importance, jnp.ones((1, length), jnp.int32), beta),
-    ):
-        assert (floor_budgets(budget) == beta).all()
+    row = row_budgets(importance, jnp.ones((1, length), bool), beta)
+    assert (floor_row_budgets(row) == beta).all()
+    prefix = jax.jit(prefix_budgets)(importance, jnp.ones((1, length), jnp.int32), beta)
+    assert (floor_causal_budgets(prefix) == beta).all()
+
+
+@pytest.mark.parametrize("beta", [4.0, 64.0])
+def test_uniform_importance_gives_every_token_of_a_long_row_beta(beta):
+    length = 32768
+    budget = jax.jit(prefix_budgets)(jnp.zeros((1, length)), jnp.ones((1, length), jnp.int32), beta)
+    assert (floor_causal_budgets(budget) == beta).all()
 
 
 @pytest.mark.parametrize("length", [1000, 1536])
@@ -37,7 +44,7 @@ def test_row_budgets_never_sum_past_the_total(length, scale):
     importance = scale * jax.random.normal(jax.random.key(0), (16, length))
     real = jnp.arange(length) < jnp.linspace(1, length, 16).astype(jnp.int32)[:, None]
     budget = row_budgets(importance, real, 2.5)
-    count = floor_budgets(budget)
+    count = floor_row_budgets(budget)
     total = 2.5 * real.sum(-1)
     assert (count >= 0).all()
     assert (count.sum(-1) <= total).all()
@@ -47,7 +54,7 @@ def test_row_budgets_never_sum_past_the_total(length, scale):
 
 def test_one_token_can_use_the_entire_budget():
     importance = jnp.zeros((1, 64)).at[0, 10].set(100.0)
-    assert int(floor_budgets(row_budgets(importance, jnp.ones((1, 64), bool), 4.0))[0, 10]) == 256
+    assert int(floor_row_budgets(row_budgets(importance, jnp.ones((1, 64), bool), 4.0))[0, 10]) == 256
 
 
 def test_a_row_of_padding_has_no_budget_and_no_nan():
@@ -110,7 +117,18 @@ def test_predictor_loss_is_the_sum_of_binary_cross_entropies():
     expected = 0.0
     for i in range(7):
         for k in range(1, 8):
-            p = 1 / (1 + np.exp(-(predicted[0, i] - k + 0.5)))
+            p = 1 / (1 + np.exp(-(predicted[0, i] - k)))
             expected -= np.log(p) if budget[0, i] >= k else np.log(1 - p)
     got = predictor_loss(jnp.asarray(predicted, jnp.float32), jnp.asarray(budget), jnp.asarray(real), 7)
     assert float(got) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("budget", range(9))
+def test_the_best_prediction_has_the_right_floor(budget):
+    """Whatever the loss pulls a predictor to must be the budget once it is rounded down."""
+    predicted = jnp.arange(0, 12, 0.01)[None]
+    loss = jax.vmap(
+        lambda x: predictor_loss(x[None, None], jnp.full((1, 1), budget), jnp.ones((1, 1), bool), 12), in_axes=0
+    )(predicted[0])
+    best = predicted[:, jnp.argmin(loss)][None]
+    assert int(floor_causal_budgets(best)[0, 0]) == budget
