@@ -90,7 +90,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
 
 def own_milliseconds(row: Row) -> float | None:
     """The dense layer with the faster of the attentions that JAX itself has; None where neither fits into memory."""
-    times = [time for name in OWN if (time := row["candidates"][name]) is not None]
+    times = [time for name in OWN if (time := row["candidates"].get(name)) is not None]
     return min(times, default=None)
 
 

@@ -118,6 +118,13 @@ class TestReport:
     def test_short_lengths_promise_nothing(self):
         assert report.verdicts([dict(rows()[0], length=256)]) == []
 
+    def test_compares_with_the_attention_that_jax_has(self):
+        row = dict(rows()[-1], candidates={"masked": 300.0, "causal": 200.0, "flash_64": 1.0})
+        assert report.own_milliseconds(row) == 200.0
+        wanted = 200.0 / row["aamoe"]["milliseconds"] / row["flop_ratio"]
+        assert report.own_efficiency(row) == pytest.approx(wanted)
+        assert "JAX's own attention" in report.verdicts([row])[1]
+
     def test_marks_what_did_not_fit(self):
         table = report.table(rows(), report.candidate_columns(rows()))
         assert [line.split("|")[2].strip() for line in table.splitlines()] == ["masked", "-" * 7 + ":", "-", "-", "-"]
