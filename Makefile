@@ -6,7 +6,7 @@ BIN = .venv/bin
 
 export JAX_PLATFORMS ?= cpu
 export TF_CPP_MIN_LOG_LEVEL ?= 2
-# Big buffers on huge pages: the first touch of ordinary ones costs a CPU run up to half of its time.
+# Big buffers on huge pages: XLA takes fresh ones every step, and their first touch is dear page by page.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .PHONY: train test lint clean

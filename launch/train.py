@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from absl import flags, logging
+from absl import flags
 
 from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.data import ensure_prepared
@@ -45,7 +45,6 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> int:
-    logging.set_verbosity(logging.WARNING)  # TFDS and Orbax report every file
     refuse_arguments(argv)
     run_dir, config = Path(flags.FLAGS.run_dir), experiment_from_flags()
     profile = ProfileWindow.parse(flags.FLAGS.profile) if flags.FLAGS.profile is not None else None

@@ -106,7 +106,7 @@ class AAMoELayer(nnx.Module):
     ) -> tuple[Float[Array, "b L"], Int[Array, "b L"], Statistics]:
         """Real budgets, resources given (at most `most`), and statistics of the budget."""
         config, real = self.config.aamoe.budget, context.real
-        # Divided by sqrt(d) like the router's scores: Adam moves all entries of w_B at once.
+        # Divided by sqrt(d) like the router's scores: an optimizer moves all entries of w_B at once.
         importance = h.astype(jnp.float32) @ self.importance[...] * h.shape[-1] ** -0.5
         if context.budget == "prefix":
             budget = budget_lib.prefix_budgets(importance, context.segment_ids, context.beta)
