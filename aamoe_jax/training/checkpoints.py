@@ -347,6 +347,8 @@ def _silence_orbax() -> None:
     When one read or write fails it also abandons the others, and Python would print what becomes of each.
     """
     logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+    # A write that was abandoned is reported once more by asyncio, now or at exit, as an exception nobody retrieved.
+    logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
     others = sys.unraisablehook
     sys.unraisablehook = lambda unraisable: None if _is_aftermath(unraisable) else others(unraisable)
 
