@@ -84,14 +84,20 @@ class LanguageModel(nnx.Module):
         *,
         budget: BudgetMode | None = None,
         detail: Detail = "sums",
+        budget_scale: Float[Array, ""] | float = 1.0,
+        max_budget_scale: float = 1.0,
     ) -> tuple[Float[Array, "b L V"], Statistics]:
         """Next-token logits (float32) and the statistics of the AA-MoE layers, each with a leading axis over them.
 
         Args:
           segment_ids: documents of each row, counted from 1, 0 for padding. None: each row is one document.
           positions: position of every token in its document. None: 0, 1, 2, ...
-          budget: `row`, `prefix` or `predictor`; None: as the model was configured to train.
-          detail: `tokens` adds `spent` and `budget` [layers, b, L] to the statistics.
+          budget: `row`, `prefix`, `predictor` or `predictor_uncapped`; None: as the model was configured to train.
+          detail: `tokens` adds `spent` and `budget` [layers, b, L] to the statistics; `resources` adds to these
+            `resource`, `probability` and `mass` [layers, b, L, K], what every token got (ranks past `spent` mean
+            nothing).
+          budget_scale: multiplies every beta, and above 1 K_max too; cut at `max_budget_scale`.
+          max_budget_scale: what the static bounds on work are laid out for.
         """
         context = Context(
             segment_ids=jnp.ones_like(tokens) if segment_ids is None else segment_ids,
@@ -99,14 +105,21 @@ class LanguageModel(nnx.Module):
             budget=self.config.aamoe.budget.normalizer if budget is None else budget,
             beta=0.0,  # every layer puts in its own
             detail=detail,
+            scale=budget_scale,
+            max_scale=max_budget_scale,
         ).with_rotations(self.config)
-        table = self.embedding[...]
-        x = (table[tokens] * self.config.d_model**0.5).astype(self.config.dtype)
-        x, statistics = self._run_periods(x, context)
-        readout = table if self.config.embedding == "tied" else self.readout[...]
+        x, statistics = self._run_periods(self.embed(tokens), context)
+        return self.logits(x), statistics
+
+    def embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+        """What enters the first block."""
+        return (self.embedding[...][tokens] * self.config.d_model**0.5).astype(self.config.dtype)
+
+    def logits(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch V"]:
+        """Next-token logits (float32) of what leaves the last block."""
+        readout = self.embedding[...] if self.config.embedding == "tied" else self.readout[...]
         x = self.norm(x)
-        logits = jnp.einsum("bld,vd->blv", x, readout.astype(x.dtype), preferred_element_type=jnp.float32)
-        return logits, statistics
+        return jnp.einsum("...d,vd->...v", x, readout.astype(x.dtype), preferred_element_type=jnp.float32)
 
     def _run_periods(self, x: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         """All blocks in order, one period per step of a scan: compiled once, whatever the depth."""

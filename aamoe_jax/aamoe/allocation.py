@@ -5,11 +5,13 @@ Shapes: b rows, L tokens per row, A resources to choose from (l chunks, then E e
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+BiasScale = Literal["unnormalized", "normalized"]
 
 
 class Allocation(NamedTuple):
@@ -21,6 +23,17 @@ class Allocation(NamedTuple):
     """log P(i, j_k) up to a constant of the token; 0 in unused slots."""
     count: Int[Array, "b L"]
     """Resources given."""
+
+
+class Ranking(NamedTuple):
+    """The best available resources of every token, best first; what a budget buys is a prefix of it."""
+
+    scores: Float[Array, "b L K"]
+    resource: Int[Array, "b L K"]
+    most: Int[Array, "b L"]
+    """How many a token can be given at all: those that are available, and at most K_max."""
+    log_partition: Float[Array, "b L"] | None
+    """Of eq 14, where something depends on it."""
 
 
 def log_affordability(budget: Float[Array, "..."], rank: Int[Array, "..."]) -> Float[Array, "..."]:
@@ -55,15 +68,20 @@ def log_partition(
 
 
 def allocate(
-    top_scores: Float[Array, "b L K"],
-    top_index: Int[Array, "b L K"],
+    ranking: Ranking,
     budget: Float[Array, "b L"],
     count: Int[Array, "b L"],
+    scale: BiasScale = "unnormalized",
 ) -> Allocation:
-    """The first `count` of the ranked resources, with log P = log sigma(B_i - k) + r (eq 15, without the partition)."""
-    rank = jnp.arange(1, top_scores.shape[-1] + 1)
+    """The first `count` of the ranked resources, with log P = log sigma(B_i - k) + r (eq 15).
+
+    `normalized` subtracts the partition, which the ranking must then have.
+    """
+    rank = jnp.arange(1, ranking.scores.shape[-1] + 1)
     used = rank <= count[..., None]
     # Unused slots may hold -inf: replaced before use, so that no gradient meets it.
-    score = jnp.where(used, top_scores, 0.0)
+    score = jnp.where(used, ranking.scores, 0.0)
+    if scale == "normalized":
+        score = score - ranking.log_partition[..., None]
     log_prob = jnp.where(used, log_affordability(budget[..., None], rank) + score, 0.0)
-    return Allocation(top_index, log_prob, count)
+    return Allocation(ranking.resource, log_prob, count)

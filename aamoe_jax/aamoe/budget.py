@@ -15,6 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import BudgetConfig
 
+CAPPED = ("prefix", "predictor")
+"""Budgets whose running spend is bounded online (decision 23)."""
+
 
 def row_budgets(
     importance: Float[Array, "b L"], real: Bool[Array, "b L"], beta: Float[Array, ""] | float
@@ -55,6 +58,14 @@ def _segment_cumulative_logsumexp(
     return log_sum, count
 
 
+def next_prefix_budget(
+    importance: Float[Array, "b 1"], log_sum: Float[Array, "b"], positions: Int[Array, "b 1"], beta: Float[Array, ""]
+) -> tuple[Float[Array, "b 1"], Float[Array, "b"]]:
+    """`prefix_budgets` of one more token, and the new log of the running sum of exp(importance)."""
+    log_sum = jnp.logaddexp(log_sum, importance[:, 0])
+    return beta * jnp.exp(importance - log_sum[:, None] + jnp.log1p(positions.astype(jnp.float32))), log_sum
+
+
 def floor_row_budgets(budget: Float[Array, "b L"]) -> Int[Array, "b L"]:
     """B_i = floor(B b_i), forgiving float32 rounding (decision 16).
 
@@ -69,6 +80,11 @@ def floor_causal_budgets(budget: Float[Array, "b L"]) -> Int[Array, "b L"]:
     return jnp.floor(budget + 1e-4 * jnp.maximum(1.0, 0.1 * budget)).astype(jnp.int32)
 
 
+def total_allowance(tokens: Int[Array, "..."], beta: Float[Array, ""] | float, slack: int) -> Int[Array, "..."]:
+    """What the first `tokens` tokens of a row may spend together: floor(beta * i) + slack (decision 23)."""
+    return jnp.floor(beta * tokens + 1e-4).astype(jnp.int32) + slack
+
+
 def cap_spending(
     wanted: Int[Array, "b L"], real: Bool[Array, "b L"], beta: Float[Array, ""] | float, slack: int
 ) -> Int[Array, "b L"]:
@@ -78,8 +94,7 @@ def cap_spending(
     The rule n_i = min(wanted_i, allowance_i - sum_{j<i} n_j) unrolls to running_i = W_i + min(0, min_{j<=i}
     allowance_j - W_j), where W is the running sum of `wanted`: a prefix computation, exact in integers.
     """
-    index = jnp.cumsum(real, axis=1)
-    allowance = jnp.floor(beta * index + 1e-4).astype(jnp.int32) + slack
+    allowance = total_allowance(jnp.cumsum(real, axis=1), beta, slack)
     wanted = jnp.where(real, wanted, 0)
     wanted_sum = jnp.cumsum(wanted, axis=1)
     running = wanted_sum + jnp.minimum(0, jax.lax.cummin(allowance - wanted_sum, axis=1))

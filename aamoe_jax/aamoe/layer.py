@@ -12,12 +12,12 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.aamoe import allocation as allocation_lib
 from aamoe_jax.aamoe import budget as budget_lib
 from aamoe_jax.aamoe import resources, statistics
-from aamoe_jax.aamoe.allocation import Allocation
+from aamoe_jax.aamoe.allocation import Allocation, BiasScale, Ranking
 from aamoe_jax.aamoe.router import Router
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads, split_heads
@@ -55,9 +55,10 @@ class AAMoELayer(nnx.Module):
         allocation, about_budget = self._allocate(h, context)
         attention = self._attend(h, allocation, context)
         output = self.output(merge_heads(attention.output.reshape(*h.shape[:2], self.config.num_heads, -1)))
+        mass = self._slot_mass(attention, allocation)
         about = statistics.spending(
             allocation,
-            self._slot_mass(attention, allocation),
+            mass,
             about_budget.pop("wanted"),
             context.real,
             context.beta * context.real.sum().astype(jnp.float32),
@@ -65,9 +66,11 @@ class AAMoELayer(nnx.Module):
             num_experts=self.config.aamoe.num_experts,
             local_first=self._local_first,
         )
-        if context.detail == "tokens":
-            about |= {"spent": allocation.count[:, :length], "budget": about_budget["budget"][:, :length]}
-        about_budget.pop("budget")
+        per_token = {"spent": allocation.count, "budget": about_budget.pop("budget")}
+        if context.detail == "resources":
+            per_token |= {"resource": allocation.resource, "mass": mass, "probability": about_budget.pop("probability")}
+        if context.detail != "sums":
+            about |= {name: value[:, :length] for name, value in per_token.items()}
         return output[:, :length], about | about_budget
 
     def allocate(self, h: Float[Array, "b L d"], context: Context) -> Allocation:
@@ -76,56 +79,80 @@ class AAMoELayer(nnx.Module):
 
     def _allocate(self, h: Float[Array, "b L d"], context: Context) -> tuple[Allocation, Statistics]:
         layer = self.config.aamoe
-        chunk_scores, expert_scores, local_scores = self.router(h, context.rotation(self.config, self.config.d_model))
+        scores = self.router(h, context.rotation(self.config, self.config.d_model))
+        chunk = jnp.broadcast_to(resources.chunk_of(h.shape[1], layer.chunk_size), h.shape[:2])
+        chunks = resources.available_chunks(context.segment_ids, layer.chunk_size)
+        ranking = self._rank(*scores, chunk, chunks, context)
+        budget, count, about = self._budgets(h, ranking.most, context)
+        if context.detail == "resources":
+            # Of unused slots the probability means nothing; it may even be NaN where nothing is available.
+            about["probability"] = jnp.exp(allocation_lib.allocate(ranking, budget, count, "normalized").log_prob)
+        return allocation_lib.allocate(ranking, budget, count, self._bias_scale), about
+
+    def _rank(
+        self,
+        chunk_scores: Float[Array, "b L l"],
+        expert_scores: Float[Array, "b L E"],
+        local_scores: Float[Array, "b L"],
+        chunk: Int[Array, "b L"],
+        chunks: Bool[Array, "b L l"],
+        context: Context,
+    ) -> Ranking:
+        """The best resources of every token: its local one first where there is one, then by score.
+
+        Args:
+          chunk: the chunk that each token is in.
+          chunks: which chunks of its document are completed.
+        """
+        layer, own = self.config.aamoe, chunk[..., None]
         scores = jnp.concatenate([chunk_scores, expert_scores], axis=-1)
-        own = jnp.broadcast_to(resources.chunk_of(h.shape[1], layer.chunk_size)[None, :, None], (*h.shape[:2], 1))
-        available = self._available(context, expert_scores.shape[-1])
+        if layer.context == "none":
+            chunks = jnp.zeros_like(chunks)
+        experts = jnp.broadcast_to(context.real[..., None], expert_scores.shape)
+        available = jnp.concatenate([chunks, experts], axis=-1)
         if layer.local == "routed":
             is_own = jnp.arange(scores.shape[-1]) == own
             scores = jnp.where(is_own, local_scores[..., None], scores)
             available |= is_own & context.real[..., None]
-
-        slots = self._slots(scores.shape[-1])
-        choices = available.sum(-1) + self._local_first
-        top_scores, top_index = allocation_lib.top_resources(scores, available, slots - self._local_first)
+        slots = self._slots(scores.shape[-1], context.max_scale)
+        best, index = allocation_lib.top_resources(scores, available, slots - self._local_first)
         if self._local_first:
-            top_scores = jnp.concatenate([local_scores[..., None], top_scores], axis=-1)
-            top_index = jnp.concatenate([own, top_index], axis=-1)
-
-        budget, count, about = self._budgets(h, jnp.minimum(choices, slots), context)
-        result = allocation_lib.allocate(top_scores, top_index, budget, count)
-        if layer.null_slot == "learned":
-            # Only a key without bias beside the resources makes the partition of eq 14 matter (decision 15).
+            best = jnp.concatenate([local_scores[..., None], best], axis=-1)
+            index = jnp.concatenate([own, index], axis=-1)
+        partition = None
+        if self._bias_scale == "normalized" or context.detail == "resources":
             local = local_scores if self._local_first else None
             partition = allocation_lib.log_partition(scores, available, local)
-            result = result._replace(log_prob=result.log_prob - partition[..., None])
-        return result, about
+        most = jnp.minimum(available.sum(-1) + self._local_first, self._most(slots, context))
+        return Ranking(best, index, most, partition)
 
     def _budgets(
         self, h: Float[Array, "b L d"], most: Int[Array, "b L"], context: Context
     ) -> tuple[Float[Array, "b L"], Int[Array, "b L"], Statistics]:
         """Real budgets, resources given (at most `most`), and statistics of the budget."""
         config, real = self.config.aamoe.budget, context.real
-        # Divided by sqrt(d) like the router's scores: an optimizer moves all entries of w_B at once.
-        importance = h.astype(jnp.float32) @ self.importance[...] * h.shape[-1] ** -0.5
         if context.budget == "prefix":
-            budget = budget_lib.prefix_budgets(importance, context.segment_ids, context.beta)
+            budget = budget_lib.prefix_budgets(self._importance(h), context.segment_ids, context.beta)
         elif context.budget == "row":
-            budget = budget_lib.row_budgets(importance, real, context.beta)
+            budget = budget_lib.row_budgets(self._importance(h), real, context.beta)
         else:
             budget = jnp.where(real, self._predict(h, context), 0.0)
         floor = budget_lib.floor_row_budgets if context.budget == "row" else budget_lib.floor_causal_budgets
         wanted = floor(budget)
         count = jnp.where(real, jnp.minimum(wanted, most), 0)
-        if context.budget != "row":
+        if context.budget in budget_lib.CAPPED:
             count = budget_lib.cap_spending(count, real, context.beta, config.slack)
         about = {"wanted": wanted, "budget": budget}
         if context.budget == "row" and config.normalizer == "row":
-            predicted = self._predict(h, context)
+            predicted, slots = self._predict(h, context), self._slots_of(h, context)
             guess = budget_lib.floor_causal_budgets(predicted)
-            about |= statistics.prediction(predicted, guess, wanted, real)
-            about["predictor_loss"] = budget_lib.predictor_loss(predicted, wanted, real, self._slots_of(h))
+            about |= statistics.prediction(predicted, guess, wanted, real, slots)
+            about["predictor_loss"] = budget_lib.predictor_loss(predicted, wanted, real, slots)
         return budget, count, about
+
+    def _importance(self, h: Float[Array, "b L d"]) -> Float[Array, "b L"]:
+        """w_B . h, divided by sqrt(d) like the router's scores: an optimizer moves all entries of w_B at once."""
+        return h.astype(jnp.float32) @ self.importance[...] * h.shape[-1] ** -0.5
 
     def _predict(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b L"]:
         if self.config.aamoe.budget.normalizer != "row":
@@ -134,13 +161,6 @@ class AAMoELayer(nnx.Module):
                 "evaluate it with its own causal 'prefix' budgets"
             )
         return self.predictor(h, context.beta)
-
-    def _available(self, context: Context, num_experts: int) -> Array:
-        chunks = resources.available_chunks(context.segment_ids, self.config.aamoe.chunk_size)
-        if self.config.aamoe.context == "none":
-            chunks = jnp.zeros_like(chunks)
-        experts = jnp.broadcast_to(context.real[..., None], (*chunks.shape[:2], num_experts))
-        return jnp.concatenate([chunks, experts], axis=-1)
 
     def _attend(self, h: Float[Array, "b L d"], allocation: Allocation, context: Context) -> Attention:
         layer, turn = self.config.aamoe, context.rotation(self.config, self.config.head_dim)
@@ -204,26 +224,46 @@ class AAMoELayer(nnx.Module):
     def _num_chunks(self, h: Float[Array, "b L d"]) -> int:
         return h.shape[1] // self.config.aamoe.chunk_size
 
-    def _slots(self, choices: int) -> int:
+    @property
+    def _bias_scale(self) -> BiasScale:
+        """Only a key without bias beside the resources makes the partition of eq 14 matter (decision 15)."""
+        return "normalized" if self.config.aamoe.null_slot == "learned" else "unnormalized"
+
+    def _slots(self, choices: int, max_scale: float) -> int:
         """K: no token can use more slots than there are resources."""
         most = choices + self._local_first
-        return min(self.config.aamoe.max_resources or most, most)
+        limit = self.config.aamoe.max_resources
+        return most if limit is None else min(math.floor(limit * max(max_scale, 1.0)), most)
 
-    def _slots_of(self, h: Float[Array, "b L d"]) -> int:
-        return self._slots(self._num_chunks(h) + self.config.aamoe.num_experts)
+    def _slots_of(self, h: Float[Array, "b L d"], context: Context) -> int:
+        return self._slots(self._num_chunks(h) + self.config.aamoe.num_experts, context.max_scale)
+
+    def _most(self, slots: int, context: Context) -> Int[Array, ""] | int:
+        """Most resources of one token: K_max, which grows with a dial above 1."""
+        limit = self.config.aamoe.max_resources
+        if limit is None:
+            return slots
+        scale = jnp.clip(context.scale, 1.0, max(context.max_scale, 1.0))
+        return jnp.minimum(jnp.floor(limit * scale + 1e-4).astype(jnp.int32), slots)
 
     def _max_pairs(self, h: Float[Array, "b L d"], slots: int, context: Context) -> int:
         """Static bound on the pairs of the batch: sum_i B_i <= B in a row, plus the slack of causal budgets (decision
         26)."""
         rows, length = h.shape[:2]
+        if context.budget == "predictor_uncapped":
+            return rows * length * slots
         slack = 0 if context.budget == "row" else self.config.aamoe.budget.slack
-        per_row = math.floor(max(self.config.betas) * length + 0.5) + slack
+        per_row = math.floor(max(self.config.betas) * context.max_scale * length + 0.5) + slack
         return rows * min(per_row, length * slots)
 
     def _prepare(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b M d"], Context]:
-        """Rows as whole chunks, and a beta that the static bound on pairs covers."""
-        beta = jnp.minimum(context.beta, max(self.config.betas))
-        return self._pad_to_chunks(h, dataclasses.replace(context, beta=beta))
+        """Rows as whole chunks, and the beta that the dial makes."""
+        return self._pad_to_chunks(h, self._scaled(context))
+
+    def _scaled(self, context: Context) -> Context:
+        """beta times the dial, as far as the static bound on pairs covers it."""
+        beta = jnp.minimum(context.beta * context.scale, max(self.config.betas) * context.max_scale)
+        return dataclasses.replace(context, beta=beta)
 
     def _pad_to_chunks(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b M d"], Context]:
         """Rows as whole chunks. Padding has segment 0: no budget, and no chunk that ends in it is available."""
@@ -232,7 +272,8 @@ class AAMoELayer(nnx.Module):
             return h, context
         pad = ((0, 0), (0, extra))
         segment_ids, positions = jnp.pad(context.segment_ids, pad), jnp.pad(context.positions, pad)
-        padded = Context(segment_ids, positions, context.budget, context.beta, context.detail)
+        # Rotations of the shorter rows are dropped with the rest.
+        padded = dataclasses.replace(context, segment_ids=segment_ids, positions=positions, rotations={})
         return jnp.pad(h, (*pad, (0, 0))), padded
 
 

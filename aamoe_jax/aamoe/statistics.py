@@ -62,19 +62,29 @@ def spending(
 
 
 def prediction(
-    predicted: Float[Array, "b L"], guess: Int[Array, "b L"], budget: Int[Array, "b L"], real: Bool[Array, "b L"]
+    predicted: Float[Array, "b L"],
+    guess: Int[Array, "b L"],
+    budget: Int[Array, "b L"],
+    real: Bool[Array, "b L"],
+    max_budget: int,
 ) -> Statistics:
-    """How well the predictor's budgets (real and floored) match the row's (decision 22)."""
+    """How well the predictor's budgets (real and floored) match the row's (decision 22).
+
+    `predictor_affords` [max_budget] counts the tokens on which both agree whether B_i >= k, for every k from 1: what
+    Mixture-of-Depths reports of its predictor, for one k.
+    """
     error = jnp.abs(guess - budget)
+    k = jnp.arange(1, max_budget + 1)
     sums = {
         "predictor_exact": error == 0,
         "predictor_within_one": error <= 1,
         "predictor_error": error,
         "predictor_total": predicted,
     }
-    return jax.lax.stop_gradient(
-        {name: jnp.where(real, value, 0).sum().astype(jnp.float32) for name, value in sums.items()}
-    )
+    result = {name: jnp.where(real, value, 0).sum().astype(jnp.float32) for name, value in sums.items()}
+    agree = ((guess[..., None] >= k) == (budget[..., None] >= k)) & real[..., None]
+    result["predictor_affords"] = agree.sum((0, 1)).astype(jnp.float32)
+    return jax.lax.stop_gradient(result)
 
 
 def combine(left: Statistics, right: Statistics) -> Statistics:
@@ -90,7 +100,8 @@ def summarize(statistics: Statistics) -> dict[str, Any]:
 
     Shares are of pairs and of the attention that resources get (a null slot's is left out); `utilisation` is pairs
     over B; `expert_entropy` is that of the expert load over its maximum log E (1: all experts equally used);
-    `dead_experts` the share of experts that nobody chose.
+    `dead_experts` the share of experts that nobody chose; `predictor_affords` one list per layer, its k-th figure the
+    accuracy of [B_i >= k].
     """
     if not statistics:
         return {}
@@ -115,6 +126,7 @@ def summarize(statistics: Statistics) -> dict[str, Any]:
         result["predictor_within_one"] = s["predictor_within_one"] / tokens
         result["predictor_error"] = s["predictor_error"] / tokens
         result["predictor_total"] = s["predictor_total"] / np.maximum(s["capacity"], 1)
+        result["predictor_affords"] = s["predictor_affords"] / tokens[..., None]
     return {name: value.tolist() for name, value in result.items()}
 
 

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Rotation, rotation
 
-BudgetMode = Literal["row", "prefix", "predictor"]
-Detail = Literal["sums", "tokens"]
+BudgetMode = Literal["row", "prefix", "predictor", "predictor_uncapped"]
+Detail = Literal["sums", "tokens", "resources"]
 Statistics = dict[str, Array | np.ndarray]
 
 
@@ -31,11 +31,15 @@ class Context:
     positions: Int[Array, "b L"]
     """Position of a token in its document."""
     budget: BudgetMode
-    """Which budgets AA-MoE layers use: the row's, the prefix's, or the predictor's (under the cap)."""
+    """Which budgets AA-MoE layers use: the row's, the prefix's, or the predictor's, under the cap or without it."""
     beta: Float[Array, ""] | float
     """Mean number of resources per token in this layer; at most the largest of the config, which bounds the work."""
     detail: Detail = "sums"
-    """`tokens` adds per-token arrays to the statistics."""
+    """`tokens` adds per-token arrays to the statistics, `resources` also what every token was given."""
+    scale: Float[Array, ""] | float = 1.0
+    """The dial: beta is multiplied by it (AA-35). It may change without a new compilation."""
+    max_scale: float = 1.0
+    """The largest `scale` that the static bounds on work cover; a larger one is cut to it."""
     rotations: Mapping[int, Rotation] = dataclasses.field(default_factory=dict)
     """Rotations by width, where they were computed once for all layers."""
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aamoe_jax.aamoe.allocation import allocate, log_affordability, log_partition, top_resources
+from aamoe_jax.aamoe.allocation import Ranking, allocate, log_affordability, log_partition, top_resources
 from aamoe_jax.aamoe.resources import available_chunks
 
 
@@ -62,8 +62,9 @@ def test_log_prob_is_eq_15_and_probabilities_sum_to_at_most_one():
     budget = jnp.asarray(rng.uniform(0, 5, (1, 20)), jnp.float32)
     count = jnp.minimum(jnp.floor(budget).astype(jnp.int32), available.sum(-1))
     best, index = top_resources(scores, available, 7)
-    result = allocate(best, index, budget, count)
-    log_prob = result.log_prob - log_partition(scores, available, None)[..., None]
+    ranking = Ranking(best, index, available.sum(-1), log_partition(scores, available, None))
+    result, log_prob = (allocate(ranking, budget, count, scale) for scale in ("unnormalized", "normalized"))
+    log_prob = log_prob.log_prob
     for i in range(20):
         r = np.asarray(scores[0, i], np.float64)
         partition = np.log(np.exp(r[np.asarray(available[0, i])]).sum())
