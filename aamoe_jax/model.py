@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Norm
-from aamoe_jax.mixers.base import BudgetMode, Context, Detail, Statistics
+from aamoe_jax.mixers.base import BudgetMode, Cache, Context, Detail, Statistics
 from aamoe_jax.mixers.registry import build_mixer
 
 REMAT_POLICIES = {
@@ -35,6 +35,17 @@ class Block(nnx.Module):
         output, statistics = self.mixer(self.norm(x), context)
         return x + output, statistics
 
+    def prefill(self, x: Float[Array, "b L d"], context: Context, cache: Cache) -> tuple[Float[Array, "b L d"], Cache]:
+        """The block over a prompt, and the cache after it."""
+        h = self.norm(x)
+        # What both compute alike, the compiler computes once.
+        return x + self.mixer(h, context)[0], self.mixer.fill(h, context, cache)
+
+    def decode(self, x: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
+        """The block over one more token in every row."""
+        output, cache = self.mixer.decode(self.norm(x), context, cache)
+        return x + output, cache
+
 
 class Period(nnx.Module):
     """One pass through the pattern of mixers."""
@@ -53,6 +64,30 @@ class Period(nnx.Module):
             collected.append(statistics)
         return x, tuple(collected)
 
+    def empty_caches(self, rows: int, length: int) -> list[Cache]:
+        """One cache per block."""
+        return [block.mixer.empty_cache(rows, length) for block in self.blocks.values()]
+
+    def prefill(
+        self, x: Float[Array, "b L d"], context: Context, betas: Float[Array, "p"], caches: list[Cache]
+    ) -> tuple[Float[Array, "b L d"], list[Cache]]:
+        """All blocks over a prompt, and the caches after it."""
+        filled = []
+        for beta, block, cache in zip(betas, self.blocks.values(), caches, strict=True):
+            x, cache = block.prefill(x, dataclasses.replace(context, beta=beta), cache)
+            filled.append(cache)
+        return x, filled
+
+    def decode(
+        self, x: Float[Array, "b 1 d"], context: Context, betas: Float[Array, "p"], caches: list[Cache]
+    ) -> tuple[Float[Array, "b 1 d"], list[Cache]]:
+        """All blocks over one more token in every row."""
+        longer = []
+        for beta, block, cache in zip(betas, self.blocks.values(), caches, strict=True):
+            x, cache = block.decode(x, dataclasses.replace(context, beta=beta), cache)
+            longer.append(cache)
+        return x, longer
+
 
 def stacked_periods(config: ModelConfig, *, rngs: nnx.Rngs) -> Period:
     """All periods of the stack in one module: every parameter has a leading axis over them."""
@@ -61,6 +96,11 @@ def stacked_periods(config: ModelConfig, *, rngs: nnx.Rngs) -> Period:
     params = jax.vmap(lambda key: nnx.state(Period(config, rngs=nnx.Rngs(key))))(keys)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Period(config, rngs=nnx.Rngs(0))))
     return nnx.merge(graphdef, params)
+
+
+def betas_of_periods(config: ModelConfig) -> Float[Array, "periods p"]:
+    """The budget of every block of every period."""
+    return jnp.asarray(config.betas, jnp.float32).reshape(-1, len(config.pattern))
 
 
 class LanguageModel(nnx.Module):
@@ -131,8 +171,7 @@ class LanguageModel(nnx.Module):
 
         if self.config.remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[self.config.remat])
-        betas = jnp.asarray(self.config.betas, jnp.float32).reshape(-1, len(self.config.pattern))
-        x, collected = jax.lax.scan(body, x, (params, betas))
+        x, collected = jax.lax.scan(body, x, (params, betas_of_periods(self.config)))
         return x, _in_layer_order([statistics for statistics in collected if statistics])
 
 
@@ -141,7 +180,7 @@ def _in_layer_order(collected: list[Statistics]) -> Statistics:
     if not collected:
         return {}
     stack = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *collected)
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stack)
+    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), stack)
 
 
 def structure(config: ModelConfig) -> nnx.GraphDef:

@@ -1,6 +1,7 @@
 """The language model: stacks of mixers, their statistics, and what must not change them (AA-30, AA-31)."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ def run(config, params, tokens, **options):
     return jax.jit(lambda params, tokens: merge(structure(config), params)(tokens, **options))(params, tokens)
 
 
+@functools.cache
 def initial(config):
     return jax.jit(lambda key: split(LanguageModel(config, rngs=nnx.Rngs(key)))[1])(jax.random.key(0))
 

@@ -18,11 +18,27 @@ from aamoe_jax.aamoe import allocation as allocation_lib
 from aamoe_jax.aamoe import budget as budget_lib
 from aamoe_jax.aamoe import resources, statistics
 from aamoe_jax.aamoe.allocation import Allocation, BiasScale, Ranking
+from aamoe_jax.aamoe.cache import Cache, empty_cache
 from aamoe_jax.aamoe.router import Router
 from aamoe_jax.config import ConfigError, ModelConfig
-from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads, split_heads
+from aamoe_jax.layers import (
+    Projection,
+    QueryKeyValue,
+    Rotation,
+    merge_heads,
+    residual_gain,
+    rotate_heads,
+    split_heads,
+)
 from aamoe_jax.mixers.base import Context, Statistics
-from pallas_kernels.block_sparse_attention import Attention, Pairs, Window, block_sparse_attention
+from pallas_kernels.block_sparse_attention import (
+    Attention,
+    Pairs,
+    Slots,
+    Window,
+    block_sparse_attention,
+    paged_attention,
+)
 
 
 class AAMoELayer(nnx.Module):
@@ -181,25 +197,24 @@ class AAMoELayer(nnx.Module):
             window=window,
             implementation=self.config.kernel,
         )
-        if layer.null_slot == "learned":
-            # A key with value 0 and logit n takes exp(n) / (exp(n) + exp(lse)) of the attention.
-            kept = jax.nn.sigmoid(attention.lse - self.null_logit[...])
-            attention = attention._replace(output=attention.output * kept[..., None].astype(h.dtype))
-        return attention
+        return attention._replace(output=self._beside_null(attention.output, attention.lse))
+
+    def _beside_null(self, output: Float[Array, "T H k"], lse: Float[Array, "T H"]) -> Float[Array, "T H k"]:
+        """A key with value 0 and logit n takes exp(n) / (exp(n) + exp(lse)) of the attention."""
+        if self.config.aamoe.null_slot == "none":
+            return output
+        kept = jax.nn.sigmoid(lse - self.null_logit[...])
+        return output * kept[..., None].astype(output.dtype)
 
     def _pairs(self, allocation: Allocation, context: Context) -> tuple[Pairs, Window | None]:
         """The allocation as the kernel wants it: flat tokens, flat resources, visible prefixes, the window apart."""
         layer = self.config.aamoe
         length, chunk = allocation.count.shape[1], layer.chunk_size
         own = resources.chunk_of(length, chunk)[None, :, None]
-        # Of one chunk a token sees a prefix alone: of its own chunk up to itself; with a window, of the chunk before
-        # it what the window leaves over (keys in both would count twice).
-        partial = own - 1 if layer.local == "window" else own
         offset = (jnp.arange(length) % chunk)[None, :, None]
-        visible = jnp.where(allocation.resource == partial, offset + 1, chunk)
-        bias = allocation.log_prob if layer.bias == "log_prob" else jnp.zeros_like(allocation.log_prob)
+        visible = jnp.where(allocation.resource == self._partial_chunk(own), offset + 1, chunk)
         resource = resources.flat_index(allocation.resource, length // chunk)
-        pairs = Pairs(*map(_flatten_tokens, (resource, bias, visible)), allocation.count.reshape(-1))
+        pairs = Pairs(*map(_flatten_tokens, (resource, self._bias(allocation), visible)), allocation.count.reshape(-1))
         if layer.local != "window":
             return pairs, None
         rows = jnp.arange(context.segment_ids.shape[0])[:, None]
@@ -207,6 +222,94 @@ class AAMoELayer(nnx.Module):
         window = Window(jnp.where(pairs.count > 0, pairs.bias[:, 0], -jnp.inf), segment.reshape(-1))
         routed = Pairs(*(x[:, 1:] for x in pairs[:3]), jnp.maximum(pairs.count - 1, 0))
         return routed, window
+
+    def _partial_chunk(self, own: Int[Array, "*tokens"]) -> Int[Array, "*tokens"]:
+        """The chunk of which a token sees a prefix alone: its own up to itself; with a window, of the one before what
+        the window leaves over (keys in both would count twice)."""
+        return own - 1 if self.config.aamoe.local == "window" else own
+
+    def _bias(self, allocation: Allocation) -> Float[Array, "b L K"]:
+        """What is added to the attention scores (eq 15-16)."""
+        unbiased = self.config.aamoe.bias == "none"
+        return jnp.zeros_like(allocation.log_prob) if unbiased else allocation.log_prob
+
+    def empty_cache(self, rows: int, length: int) -> Cache:
+        """Room for `length` tokens in every row."""
+        return empty_cache(self.config, rows, length)
+
+    def fill(self, h: Float[Array, "b L d"], context: Context, cache: Cache) -> Cache:
+        """The cache after a prompt: its pages, and what it spent. Every row is one document and its padding."""
+        h, context = self._prepare(h, context)
+        _, key, value = self.qkv(h)
+        key = rotate_heads(key, context.rotation(self.config, self.config.head_dim))
+        chunk_size, turn = self.config.aamoe.chunk_size, context.rotation(self.config, self.config.d_model)
+        ends = Rotation(*(resources.chunk_ends(x, chunk_size) for x in turn))
+        router_key = self.router.chunk_keys(resources.chunk_ends(h, chunk_size), ends)
+        importance = jnp.where(context.real, self._importance(h), -jnp.inf)
+        spent = self._allocate(h, context)[0].count.sum(-1)
+        return cache.fill(merge_heads(key), merge_heads(value), router_key)._replace(
+            log_sum=jax.nn.logsumexp(importance, axis=-1), spent=spent
+        )
+
+    def decode(self, h: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
+        """One more token in every row, at `context.positions`: what the layer would give it in a row of all of them."""
+        context, layer, heads = self._scaled(context), self.config.aamoe, self.config.num_heads
+        query, key, value = self.qkv(h)
+        turn_heads = context.rotation(self.config, self.config.head_dim)
+        turn = context.rotation(self.config, self.config.d_model)
+        keys = (merge_heads(rotate_heads(key, turn_heads)), merge_heads(value), self.router.chunk_keys(h, turn))
+        cache = cache.write(context.positions, *keys)
+        chunk = context.positions // layer.chunk_size
+        completed = jnp.arange(cache.router_key.shape[1]) < chunk[..., None]
+        ranking = self._rank(*self.router.scores(h, turn, cache.router_key), chunk, completed, context)
+        budget, count, cache = self._next_budget(h, ranking.most, context, cache)
+        allocation = allocation_lib.allocate(ranking, budget, count, self._bias_scale)
+        output, lse = paged_attention(
+            rotate_heads(query, turn_heads)[:, 0],
+            query[:, 0],
+            split_heads(cache.key, heads),
+            split_heads(cache.value, heads),
+            split_heads(self.expert_keys[...], heads),
+            split_heads(self.expert_values[...], heads),
+            self._paged_slots(allocation, context.positions),
+            norm_expert_key=self.qkv.norm_key,
+        )
+        return self.output(merge_heads(self._beside_null(output, lse)))[:, None], cache
+
+    def _next_budget(
+        self, h: Float[Array, "b 1 d"], most: Int[Array, "b 1"], context: Context, cache: Cache
+    ) -> tuple[Float[Array, "b 1"], Int[Array, "b 1"], Cache]:
+        """`_budgets` of one more token, from what the cache knows of those before."""
+        if context.budget == "prefix":
+            importance = self._importance(h)
+            budget, log_sum = budget_lib.next_prefix_budget(importance, cache.log_sum, context.positions, context.beta)
+            cache = cache._replace(log_sum=log_sum)
+        else:
+            budget = self._predict(h, context)
+        count = jnp.minimum(budget_lib.floor_causal_budgets(budget), most)
+        if context.budget in budget_lib.CAPPED:
+            tokens, slack = context.positions + 1, self.config.aamoe.budget.slack
+            allowance = budget_lib.total_allowance(tokens, context.beta, slack)
+            count = jnp.minimum(count, allowance - cache.spent[:, None])
+        return budget, count, cache._replace(spent=cache.spent + count[:, 0])
+
+    def _paged_slots(self, allocation: Allocation, positions: Int[Array, "b 1"]) -> Slots:
+        """One token's allocation as ranges of keys. A window is two slots: the own page so far, the rest of the one
+        before."""
+        layer = self.config.aamoe
+        own, offset = jnp.divmod(positions, layer.chunk_size)
+        resource, bias, count = allocation.resource[:, 0], self._bias(allocation)[:, 0], allocation.count[:, 0]
+        end = jnp.where(resource == self._partial_chunk(own), offset + 1, layer.chunk_size)
+        begin = jnp.zeros_like(end)
+        if layer.local == "window":
+            before = jnp.maximum(own - 1, 0)
+            rest = jnp.where(own > 0, layer.chunk_size, 0)
+            resource = jnp.concatenate([own, before, resource[:, 1:]], axis=1)
+            bias = jnp.concatenate([bias[:, :1], bias], axis=1)
+            begin = jnp.concatenate([jnp.zeros_like(offset), offset + 1, begin[:, 1:]], axis=1)
+            end = jnp.concatenate([offset + 1, rest, end[:, 1:]], axis=1)
+            count = jnp.where(count > 0, count + 1, 0)
+        return Slots(resource, bias, begin, end, count)
 
     def _slot_mass(self, attention: Attention, allocation: Allocation) -> Float[Array, "b L K"]:
         """Attention mass of every slot; the window's is what the routed ones leave over."""

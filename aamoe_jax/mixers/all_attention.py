@@ -10,16 +10,19 @@ from jaxtyping import Array, Bool, Float
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads, split_heads
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
+from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
+
+Heads = Float[Array, "b _ H k"]
 
 
 def joint_attention(
     query: Float[Array, "b L H k"],
-    key: Float[Array, "b L H k"],
-    value: Float[Array, "b L H k"],
+    key: Float[Array, "b N H k"],
+    value: Float[Array, "b N H k"],
     query_memory: Float[Array, "b L H k"],
     memory_key: Float[Array, "n H k"],
     memory_value: Float[Array, "n H k"],
-    mask: Bool[Array, "b L L"],
+    mask: Bool[Array, "b L N"],
 ) -> Float[Array, "b L H k"]:
     """softmax([q K^T, q_m M_k^T] / sqrt(k)) [V; M_v]: one softmax over context and memory, in float32."""
     scale = query.shape[-1] ** -0.5
@@ -47,15 +50,42 @@ class AllAttentionLayer(nnx.Module):
         self.config = config
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
+        query, turned, key, value = self._rotated(h, context)
+        return self._attend(query, turned, key, value, causal_mask(context.segment_ids)), {}
+
+    def empty_cache(self, rows: int, length: int) -> KeyValueCache:
+        """Room for `length` tokens in every row; the memory needs none."""
+        return empty_cache(self.config, rows, length)
+
+    def fill(self, h: Float[Array, "b L d"], context: Context, cache: KeyValueCache) -> KeyValueCache:
+        """The cache after a prompt."""
+        _, _, key, value = self._rotated(h, context)
+        return cache.fill(key, value)
+
+    def decode(
+        self, h: Float[Array, "b 1 d"], context: Context, cache: KeyValueCache
+    ) -> tuple[Float[Array, "b 1 d"], KeyValueCache]:
+        """One more token in every row."""
+        query, turned, key, value = self._rotated(h, context)
+        cache = cache.write(context.positions, key, value)
+        return self._attend(query, turned, cache.key, cache.value, cache.visible(context.positions)), cache
+
+    def _rotated(self, h: Float[Array, "b L d"], context: Context) -> tuple[Heads, Heads, Heads, Heads]:
+        """Queries, queries and keys turned to their positions, values."""
         query, key, value = self.qkv(h)
         turn = context.rotation(self.config, self.config.head_dim)
+        return query, rotate_heads(query, turn), rotate_heads(key, turn), value
+
+    def _attend(
+        self, query: Heads, turned: Heads, key: Heads, value: Heads, mask: Bool[Array, "b L N"]
+    ) -> Float[Array, "b L d"]:
         heads = joint_attention(
-            rotate_heads(query, turn),
-            rotate_heads(key, turn),
+            turned,
+            key,
             value,
             query,
-            self.qkv.norm_key(split_heads(self.memory_keys[...].astype(h.dtype), self.config.num_heads)),
-            split_heads(self.memory_values[...].astype(h.dtype), self.config.num_heads),
-            causal_mask(context.segment_ids),
+            self.qkv.norm_key(split_heads(self.memory_keys[...].astype(query.dtype), self.config.num_heads)),
+            split_heads(self.memory_values[...].astype(query.dtype), self.config.num_heads),
+            mask,
         )
-        return self.output(merge_heads(heads)), {}
+        return self.output(merge_heads(heads))

@@ -2,13 +2,19 @@
 
 A mixer is a module with `__call__(h, context) -> (output, statistics)`: h [b, L, d] is the normed input of the block,
 output [b, L, d] is added to the residual stream, statistics is a flat dict of arrays (empty for dense mixers).
+
+It decodes through a cache of its own making, a pytree of arrays with leading axis b:
+* `empty_cache(rows, length)`: room for `length` tokens in every row;
+* `fill(h, context, cache)`: the cache after a prompt h [b, L, d] that starts the rows, padded at its end;
+* `decode(h, context, cache) -> (output, cache)`: one more token h [b, 1, d] per row, at `context.positions`; its output
+  is what `__call__` would give it in a row of all tokens so far.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +26,8 @@ from aamoe_jax.layers import Rotation, rotation
 BudgetMode = Literal["row", "prefix", "predictor", "predictor_uncapped"]
 Detail = Literal["sums", "tokens", "resources"]
 Statistics = dict[str, Array | np.ndarray]
+Cache = Any
+"""A pytree of arrays that a mixer makes and reads."""
 
 
 @dataclasses.dataclass(frozen=True)

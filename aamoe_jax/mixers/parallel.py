@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
+from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
 
 
 class FeedForward(nnx.Module):
@@ -31,11 +32,31 @@ class CausalAttention(nnx.Module):
         self.config = config
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b L d"]:
-        query, key, value = self.qkv(h)
-        turn = context.rotation(self.config, self.config.head_dim)
-        query, key = rotate_heads(query, turn), rotate_heads(key, turn)
+        query, key, value = self._rotated(h, context)
         heads = jax.nn.dot_product_attention(query, key, value, mask=causal_mask(context.segment_ids)[:, None])
         return self.output(merge_heads(heads))
+
+    def fill(self, h: Float[Array, "b L d"], context: Context, cache: KeyValueCache) -> KeyValueCache:
+        """The cache after a prompt."""
+        _, key, value = self._rotated(h, context)
+        return cache.fill(key, value)
+
+    def decode(
+        self, h: Float[Array, "b 1 d"], context: Context, cache: KeyValueCache
+    ) -> tuple[Float[Array, "b 1 d"], KeyValueCache]:
+        """One more token in every row."""
+        query, key, value = self._rotated(h, context)
+        cache = cache.write(context.positions, key, value)
+        visible = cache.visible(context.positions)[:, None]
+        heads = jax.nn.dot_product_attention(query, cache.key, cache.value, mask=visible)
+        return self.output(merge_heads(heads)), cache
+
+    def _rotated(
+        self, h: Float[Array, "b L d"], context: Context
+    ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L H k"], Float[Array, "b L H k"]]:
+        query, key, value = self.qkv(h)
+        turn = context.rotation(self.config, self.config.head_dim)
+        return rotate_heads(query, turn), rotate_heads(key, turn), value
 
 
 class ParallelLayer(nnx.Module):
@@ -44,6 +65,22 @@ class ParallelLayer(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.attention = CausalAttention(config, rngs=rngs)
         self.feed_forward = FeedForward(config, rngs=rngs)
+        self.config = config
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         return self.attention(h, context) + self.feed_forward(h), {}
+
+    def empty_cache(self, rows: int, length: int) -> KeyValueCache:
+        """Room for `length` tokens in every row."""
+        return empty_cache(self.config, rows, length)
+
+    def fill(self, h: Float[Array, "b L d"], context: Context, cache: KeyValueCache) -> KeyValueCache:
+        """The cache after a prompt."""
+        return self.attention.fill(h, context, cache)
+
+    def decode(
+        self, h: Float[Array, "b 1 d"], context: Context, cache: KeyValueCache
+    ) -> tuple[Float[Array, "b 1 d"], KeyValueCache]:
+        """One more token in every row."""
+        attended, cache = self.attention.decode(h, context, cache)
+        return attended + self.feed_forward(h), cache

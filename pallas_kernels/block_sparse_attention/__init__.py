@@ -1,6 +1,7 @@
 """Attention of every token over its own few blocks of keys."""
 
 from pallas_kernels.block_sparse_attention.interface import IMPLEMENTATIONS, block_sparse_attention
+from pallas_kernels.block_sparse_attention.paged import Slots, paged_attention
 from pallas_kernels.block_sparse_attention.types import Attention, Pairs, Window
 
-__all__ = ["IMPLEMENTATIONS", "Attention", "Pairs", "Window", "block_sparse_attention"]
+__all__ = ["IMPLEMENTATIONS", "Attention", "Pairs", "Slots", "Window", "block_sparse_attention", "paged_attention"]

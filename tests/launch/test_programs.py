@@ -1,4 +1,4 @@
-"""What follows a training run, as people call it: evaluate, generate, draw."""
+"""What follows a training run, as people call it: evaluate, draw."""
 
 from __future__ import annotations
 
@@ -47,14 +47,6 @@ def test_evaluate_asks_no_budgets_of_a_dense_model(runs):
     refused = run("evaluate", f"--checkpoint={runs['dense']}", "--budget=row")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert refused.stderr == "error: --budget=row: this model has no AA-MoE layer, so it has no budgets\n"
-
-
-def test_generate_continues_the_prompt(runs):
-    arguments = (f"--checkpoint={runs['row']}", "--prompt=abc", "--tokens=5", "--temperature=0")
-    first, second = run("generate", *arguments), run("generate", *arguments)
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.startswith("abc")
-    assert first.stdout == second.stdout
 
 
 def test_draw_draws_what_the_stack_has(runs):

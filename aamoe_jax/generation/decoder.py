@@ -1,0 +1,206 @@
+"""A model laid out for decoding: a prompt fills the caches, every further token is one compiled step (AA-40).
+
+Shapes: b rows, L tokens of the padded prompts, d width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from aamoe_jax.config import ConfigError, ModelConfig
+from aamoe_jax.evaluation.perplexity import causal_budget
+from aamoe_jax.generation.sampling import Sampling, draw
+from aamoe_jax.mixers.base import BudgetMode, Cache, Context
+from aamoe_jax.model import LanguageModel, betas_of_periods, merge, structure
+
+SMALLEST_BUCKET = 16
+
+Scale = Float[Array, ""] | float
+
+
+class Parameters(NamedTuple):
+    """Every period apart: a step reads parameters where they lie, without cutting them out of a stack first."""
+
+    ends: dict[str, Any]
+    """Embedding, last norm, readout."""
+    periods: list[dict[str, Any]]
+
+
+class State(NamedTuple):
+    """What the tokens so far have left behind. Whoever takes it overwrites it: use each state once."""
+
+    caches: list[list[Cache]]
+    """One per block of every period."""
+    lengths: Int[Array, "b"]
+    """Tokens in each row so far, which is the position of the next one."""
+    logits: Float[Array, "b V"]
+    """Of the next token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the compiled functions depend on, beside shapes."""
+
+    config: ModelConfig
+    budget: BudgetMode
+    max_budget_scale: float
+
+    def __post_init__(self) -> None:
+        if self.budget == "row":
+            raise ConfigError("budget = 'row': row budgets see the future; sampling needs 'prefix' or 'predictor'")
+        trained = self.config.aamoe.budget.normalizer
+        if self.budget.startswith("predictor") and "aamoe" in self.config.pattern and trained != "row":
+            raise ConfigError(
+                f"budget = {self.budget!r}: this model has no budget predictor; it has its own causal budgets, 'prefix'"
+            )
+
+    def model(self, ends: dict[str, Any], period: dict[str, Any]) -> LanguageModel:
+        """The model, of one period."""
+        return merge(structure(self.config), ends | {"periods": period})
+
+    def context(self, segment_ids: Int[Array, "b L"], positions: Int[Array, "b L"], scale: Scale) -> Context:
+        """What every mixer is told."""
+        context = Context(segment_ids, positions, self.budget, 0.0, scale=scale, max_scale=self.max_budget_scale)
+        return context.with_rotations(self.config)
+
+
+class Decoder:
+    """Rows that grow at their ends, with room for `length` tokens each, prompt included.
+
+    A step is compiled once per number of rows (and `Sampling`), a prompt once per power of two of its length.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: dict[str, Any],
+        *,
+        length: int,
+        budget: BudgetMode | None = None,
+        max_budget_scale: float = 1.0,
+    ):
+        """Lays the parameters out.
+
+        Args:
+          budget: causal budgets of the AA-MoE layers; None: `causal_budget(config)`.
+          max_budget_scale: the largest dial that shapes leave room for.
+
+        Raises:
+          ConfigError: for budgets that this model, or any sampling model, cannot have.
+        """
+        self.plan = Plan(config, causal_budget(config) if budget is None else budget, max_budget_scale)
+        self.length = length
+        ends = {name: part for name, part in params.items() if name != "periods"}
+        count = config.num_layers // len(config.pattern)
+        periods = [jax.tree.map(lambda x, p=p: x[p], params["periods"]) for p in range(count)]
+        self.params = jax.tree.map(jnp.asarray, Parameters(ends, periods))
+
+    def prefill(self, prompts: Sequence[Int[np.ndarray, "_"]], *, budget_scale: float = 1.0) -> State:
+        """The state after prompts, one per row, of any lengths.
+
+        Raises:
+          ConfigError: for an empty prompt, or one that does not leave room for a token.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        if not lengths or min(lengths) == 0:
+            raise ConfigError("prompt = '': give at least one token to continue")
+        if max(lengths) >= self.length:
+            raise ConfigError(f"prompt: {max(lengths)} tokens do not fit into a cache for {self.length} with one more")
+        bucket = min(self.length, max(SMALLEST_BUCKET, 1 << (max(lengths) - 1).bit_length()))
+        tokens = np.zeros((len(prompts), bucket), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        ends, periods = self.params
+        counts = np.asarray(lengths, np.int32)
+        x = _embed(self.plan, self.params, tokens)
+        caches = []
+        for index, period in enumerate(periods):
+            empty = _empty_caches(self.plan, ends, period, len(prompts), self.length)
+            x, filled = _prefill_period(self.plan, ends, period, index, x, counts, empty, budget_scale)
+            caches.append(filled)
+        return State(caches, jnp.asarray(counts), _last_logits(self.plan, self.params, x, counts))
+
+    def append(self, state: State, tokens: Int[np.ndarray, "b"], *, budget_scale: float = 1.0) -> State:
+        """The state after one more token in every row, given from outside."""
+        return _append(self.plan, self.params, state, tokens, budget_scale)
+
+    def next(
+        self, state: State, keys: Key[Array, "b"], sampling: Sampling, *, budget_scale: float = 1.0
+    ) -> tuple[Int[Array, "b"], State]:
+        """Draws one more token in every row, and the state after it. `keys` are the rows' own, the same at every
+        step."""
+        return _next(self.plan, self.params, state, keys, sampling, budget_scale)
+
+
+_jit = functools.partial(jax.jit, static_argnums=0)
+
+
+@_jit
+def _embed(plan: Plan, params: Parameters, tokens: Int[Array, "b L"]) -> Float[Array, "b L d"]:
+    return plan.model(params.ends, params.periods[0]).embed(tokens)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 4))
+def _empty_caches(plan: Plan, ends: dict[str, Any], period: dict[str, Any], rows: int, length: int) -> list[Cache]:
+    return plan.model(ends, period).periods.empty_caches(rows, length)
+
+
+@functools.partial(_jit, donate_argnames="caches")
+def _prefill_period(
+    plan: Plan,
+    ends: dict[str, Any],
+    period: dict[str, Any],
+    index: Int[Array, ""] | int,
+    x: Float[Array, "b L d"],
+    lengths: Int[Array, "b"],
+    caches: list[Cache],
+    scale: Scale,
+) -> tuple[Float[Array, "b L d"], list[Cache]]:
+    """One period of blocks over the prompts; the same executable serves them all."""
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    context = plan.context((positions < lengths[:, None]).astype(jnp.int32), positions, scale)
+    betas = betas_of_periods(plan.config)[index]
+    return plan.model(ends, period).periods.prefill(x, context, betas, caches)
+
+
+@_jit
+def _last_logits(
+    plan: Plan, params: Parameters, x: Float[Array, "b L d"], lengths: Int[Array, "b"]
+) -> Float[Array, "b V"]:
+    last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]
+    return plan.model(params.ends, params.periods[0]).logits(last)
+
+
+@functools.partial(_jit, donate_argnames="state")
+def _append(plan: Plan, params: Parameters, state: State, tokens: Int[Array, "b"], scale: Scale) -> State:
+    return _grow(plan, params, state, tokens, scale)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnames="state")
+def _next(
+    plan: Plan, params: Parameters, state: State, keys: Key[Array, "b"], sampling: Sampling, scale: Scale
+) -> tuple[Int[Array, "b"], State]:
+    # A draw depends on its row's key and length alone: not on the other rows, nor on how many steps there were.
+    drawn = draw(state.logits, jax.vmap(jax.random.fold_in)(keys, state.lengths), sampling)
+    return drawn, _grow(plan, params, state, drawn, scale)
+
+
+def _grow(plan: Plan, params: Parameters, state: State, tokens: Int[Array, "b"], scale: Scale) -> State:
+    """All blocks over one more token in every row."""
+    positions = state.lengths[:, None]
+    context = plan.context(jnp.ones_like(positions), positions, scale)
+    x = plan.model(params.ends, params.periods[0]).embed(tokens[:, None])
+    longer = []
+    for period, betas, caches in zip(params.periods, betas_of_periods(plan.config), state.caches, strict=True):
+        x, caches = plan.model(params.ends, period).periods.decode(x, context, betas, caches)
+        longer.append(caches)
+    logits = plan.model(params.ends, params.periods[0]).logits(x[:, 0])
+    return State(longer, state.lengths + 1, logits)

@@ -1,0 +1,104 @@
+"""Continues prompts token by token, and says so while it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from aamoe_jax.config import ConfigError
+from aamoe_jax.generation.decoder import Decoder
+from aamoe_jax.generation.sampling import Sampling
+
+Tokens = Int[np.ndarray, "_"]
+Stop = tuple[int, ...]
+
+
+def stream(
+    decoder: Decoder,
+    prompts: Sequence[Tokens],
+    *,
+    new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    stop: Sequence[Stop] = (),
+    budget_scale: float = 1.0,
+) -> Iterator[list[int | None]]:
+    """The next token of every row, again and again; None for a row that has ended.
+
+    Args:
+      prompts: one per row, of any lengths.
+      stop: sequences of tokens that end a row once it has them (they are given out too); what stands in the prompt
+        does not count.
+      budget_scale: the dial of the AA-MoE layers.
+
+    Raises:
+      ConfigError: for prompts that do not fit, and scales out of range.
+    """
+    longest = max((len(prompt) for prompt in prompts), default=0)
+    if longest + new_tokens > decoder.length:
+        raise ConfigError(
+            f"prompt: {longest} tokens and {new_tokens} new ones do not fit into a cache for {decoder.length}"
+        )
+    return _stream(decoder, prompts, new_tokens, sampling, seed, stop, budget_scale)
+
+
+def _stream(decoder, prompts, new_tokens, sampling, seed, stop, budget_scale) -> Iterator[list[int | None]]:
+    state = decoder.prefill(prompts, budget_scale=budget_scale)
+    rows = len(prompts)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
+    endings = [_Ending(stop) for _ in prompts]
+    pending: list[jax.Array] = []
+    for step in range(new_tokens + 1):
+        if step < new_tokens:
+            drawn, state = decoder.next(state, keys, sampling, budget_scale=budget_scale)
+            pending.append(drawn)
+        # The device works on a step while the one before it is read: a stop is seen one step late.
+        if step == 0:
+            continue
+        tokens = np.asarray(pending.pop(0)).tolist()
+        alive = [not ending.reached for ending in endings]
+        yield [token if live else None for token, live in zip(tokens, alive, strict=True)]
+        for token, ending in zip(tokens, endings, strict=True):
+            ending.see(token)
+        if all(ending.reached for ending in endings):
+            return
+
+
+class _Ending:
+    """Whether a row has come to one of its stop sequences."""
+
+    def __init__(self, stop: Sequence[Stop]):
+        self.stop = stop
+        self.tail: Stop = ()
+        self.reached = False
+
+    def see(self, token: int) -> None:
+        """Takes the next token into account."""
+        longest = max(map(len, self.stop), default=0)
+        self.tail = (*self.tail, token)[-longest:] if longest else ()
+        self.reached |= any(ending == self.tail[-len(ending) :] for ending in self.stop)
+
+
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Tokens],
+    *,
+    new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    stop: Sequence[Stop] = (),
+    budget_scale: float = 1.0,
+) -> list[Int[np.ndarray, "_"]]:
+    """What `stream` gives, row by row."""
+    steps = stream(
+        decoder, prompts, new_tokens=new_tokens, sampling=sampling, seed=seed, stop=stop, budget_scale=budget_scale
+    )
+    rows: list[list[int]] = [[] for _ in prompts]
+    for tokens in steps:
+        for row, token in zip(rows, tokens, strict=True):
+            row += [] if token is None else [token]
+    return [np.asarray(row, np.int32) for row in rows]

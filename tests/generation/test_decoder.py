@@ -1,0 +1,134 @@
+"""Decoding with caches equals the teacher-forced causal forward, token by token (AA-40; decision 40)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from aamoe_jax.config import ConfigError
+from aamoe_jax.generation.decoder import Decoder
+from aamoe_jax.mixers.registry import MIXERS
+from tests.aamoe.helpers import M, model_config
+from tests.generation.helpers import assert_parity, count_compilations, stepped, teacher_forced
+from tests.test_model import params_of, tokens_of
+
+LENGTH = 4 * M + 3
+STARTS = [1, M + 3, 3 * M]
+"""Prompts of one token, of a chunk and a bit, of whole chunks: together in one batch."""
+
+
+@pytest.mark.parametrize("name", sorted(MIXERS))
+def test_every_mixer_decodes_as_it_was_trained(name):
+    config = model_config(pattern=(name,))
+    assert_parity(config, params_of(config), length=LENGTH, starts=STARTS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"local": "chunk"},
+        {"local": "routed"},
+        {"local": "none"},
+        {"context": "none"},
+        {"num_experts": 0},
+        {"null_slot": "learned"},
+        {"bias": "none", "router_rope": "none", "qk_norm": "none"},
+        {"max_resources": 2},
+        {"slack": 0, "beta": 1.5},
+        {"normalizer": "row"},
+        {"pattern": ("aamoe", "parallel"), "embedding": "tied", "num_layers": 4},
+        {"num_layers": 2, "beta": (1.0, 4.0)},
+    ],
+    ids=str,
+)
+def test_every_kind_of_layer_decodes_as_it_was_trained(changes):
+    config = model_config(**({"num_layers": 1} | changes))
+    assert_parity(config, params_of(config), length=LENGTH, starts=STARTS)
+
+
+@pytest.mark.parametrize(
+    ("budget", "scale"), [("predictor_uncapped", 1.0), ("prefix", 1.0), ("predictor", 0.4), ("predictor", 2.5)]
+)
+def test_budgets_and_the_dial_are_those_of_the_forward_pass(budget, scale):
+    config = model_config(num_layers=1, normalizer="row", max_resources=4)
+    assert_parity(config, params_of(config), length=LENGTH, starts=STARTS, budget=budget, budget_scale=scale)
+
+
+def test_a_prompt_and_the_same_tokens_one_by_one_leave_the_same_cache():
+    config = model_config(num_layers=1)
+    decoder, tokens = Decoder(config, params_of(config), length=LENGTH), np.asarray(tokens_of(1, LENGTH - 1))
+    whole = decoder.prefill([tokens[0]])
+    grown = decoder.prefill([tokens[0, :1]])
+    for token in tokens[0, 1:]:
+        grown = decoder.append(grown, np.array([token]))
+    (whole_cache,), (grown_cache,) = whole.caches[0], grown.caches[0]
+    complete = (LENGTH - 1) // M
+    for name, pages in (("key", complete), ("value", complete), ("router_key", complete)):
+        left, right = (np.asarray(getattr(cache, name))[0, :pages] for cache in (whole_cache, grown_cache))
+        np.testing.assert_allclose(left, right, atol=1e-5, err_msg=name)
+    np.testing.assert_allclose(whole_cache.log_sum, grown_cache.log_sum, rtol=1e-5)
+    assert int(whole_cache.spent[0]) == int(grown_cache.spent[0]) > 0
+    np.testing.assert_allclose(whole.logits, grown.logits, atol=1e-5)
+
+
+def test_rows_do_not_see_each_other():
+    config = model_config(num_layers=1)
+    params, tokens = params_of(config), np.asarray(tokens_of(3, LENGTH))
+    together = stepped(Decoder(config, params, length=2 * LENGTH), tokens, STARTS)
+    for row, start in enumerate(STARTS):
+        (alone,) = stepped(Decoder(config, params, length=2 * LENGTH), tokens[row : row + 1], [start])
+        np.testing.assert_allclose(together[row], alone, atol=1e-5)
+
+
+def test_bfloat16_decodes_near_its_forward_pass():
+    config = model_config(dtype="bfloat16", kernel=None, num_layers=1)
+    params, tokens = params_of(config), np.asarray(tokens_of(1, LENGTH))
+    (found,) = stepped(Decoder(config, params, length=LENGTH + 1), tokens, [M])
+    wanted = teacher_forced(config, params, tokens)[0, M - 1 :]
+    # Rounding may flip a choice of the router here and there: nearly all tokens, not all.
+    assert np.mean(np.abs(found - wanted).max(-1) < 0.1) > 0.9
+
+
+def test_a_token_without_budget_passes_the_layer_by():
+    """w_B so strong that most tokens get nothing: the cache goes on, the output is the residual alone."""
+    config = model_config(beta=0.5, num_layers=1)
+    params = params_of(config)
+    params["periods"]["blocks"]["0_aamoe"]["mixer"]["importance"] *= 20.0
+    assert_parity(config, params, length=LENGTH, starts=[1, M])
+
+
+def test_what_cannot_be_decoded_is_refused():
+    config = model_config()
+    params = params_of(config)
+    decoder = Decoder(config, params, length=M)
+    prompt = np.asarray(tokens_of(1, M))[0]
+    for prompts in ([], [prompt[:0]], [prompt[:3], prompt[:0]]):
+        with pytest.raises(ConfigError, match="at least one token"):
+            decoder.prefill(prompts)
+    with pytest.raises(ConfigError, match=f"prompt: {M} tokens do not fit into a cache for {M}"):
+        decoder.prefill([prompt])
+    with pytest.raises(ConfigError, match="budget = 'row': row budgets see the future"):
+        Decoder(config, params, length=M, budget="row")
+    with pytest.raises(ConfigError, match="budget = 'predictor': this model has no budget predictor"):
+        Decoder(config, params, length=M, budget="predictor")
+
+
+def test_turning_the_dial_compiles_nothing():
+    config = model_config(num_layers=1, max_resources=4)
+    decoder = Decoder(config, params_of(config), length=3 * M, max_budget_scale=2.0)
+    prompt = [np.asarray(tokens_of(1, M))[0]]
+    state = decoder.append(decoder.prefill(prompt), np.array([5]))
+    first = np.asarray(
+        decoder.append(decoder.prefill(prompt, budget_scale=0.5), np.array([5]), budget_scale=0.5).logits
+    )
+    with count_compilations() as compiled:
+        other = decoder.append(decoder.prefill(prompt, budget_scale=2.0), np.array([5]), budget_scale=2.0)
+    assert compiled == []
+    assert not np.allclose(first, other.logits)
+    assert not np.allclose(state.logits, other.logits)
+
+
+def test_the_counter_of_compilations_counts():
+    with count_compilations() as compiled:
+        jax.jit(lambda x: x * 3 + 1)(jnp.arange(7.0))
+    assert compiled

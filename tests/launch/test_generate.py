@@ -1,0 +1,83 @@
+"""`python -m launch.generate` as people call it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aamoe_jax.training.loop import train
+from tests.training.helpers import experiment, model_config, tiny_data
+
+KERNEL = {"num_layers": 1, "kernel": "reference"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """A run on causal budgets, and one on row budgets, with a predictor."""
+    folder = tmp_path_factory.mktemp("runs")
+    data = tiny_data(folder / "data")
+    for name in ("prefix", "row"):
+        train(experiment(data, model_config("aamoe", name, **KERNEL)), folder / name)
+    return {name: folder / name for name in ("prefix", "row")}
+
+
+def generate(run: Path, *arguments: str, **options) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "launch.generate", f"--checkpoint={run}", *arguments], capture_output=True, **options
+    )
+
+
+def test_a_prompt_is_continued_alike_for_one_seed(runs):
+    arguments = (runs["row"], "--prompt=abc", "--tokens=5", "--top_k=20", "--top_p=0.9")
+    first, second = generate(*arguments), generate(*arguments)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith(b"abc")
+    assert first.stdout == second.stdout
+
+
+def test_prompts_of_different_lengths_and_bytes_that_are_no_text(runs, tmp_path):
+    """A byte tokenizer continues anything; what is no UTF-8 is shown as replacement characters."""
+    (tmp_path / "prompt").write_bytes(b"\xff\xfe" + b"x" * 30)
+    done = generate(
+        runs["prefix"], "--prompt=ab", f"--prompt_file={tmp_path / 'prompt'}", "--tokens=4", "--temperature=0"
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.decode().split("--- 2 of 2\n")
+    assert first.startswith("--- 1 of 2\nab")
+    assert second.startswith("��xxx")
+
+
+def test_standard_input_and_a_stop(runs):
+    arguments = ("--prompt_file=-", "--tokens=60", "--temperature=1", "--top_k=300")
+    whole = generate(runs["prefix"], *arguments, input=b"hello")
+    new = whole.stdout.removeprefix(b"hello")
+    stop = next(bytes([byte]) for byte in new[5:] if 32 < byte < 127)  # the untrained model writes any bytes
+    stopped = generate(runs["prefix"], *arguments, b"--stop=" + stop, input=b"hello")
+    assert stopped.stdout == b"hello" + new[: new.index(stop) + 1] + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt="], "--prompt='': give at least one byte to continue"),
+        ([], "--prompt: give a text to continue"),
+        (["--prompt_file=/nowhere"], "--prompt_file=/nowhere: there is no such file"),
+        (
+            ["--prompt=abcdef", "--cache=8", "--tokens=4"],
+            "prompt: 6 tokens and 4 new ones do not fit into a cache for 8",
+        ),
+        (["--prompt=a", "--budget=predictor"], "budget = 'predictor': this model has no budget predictor"),
+        (["--prompt=a", "--budget_scale=0"], "budget_scale = 0.0: must be a positive number"),
+        (["--prompt=a", "--budget_scale=nan"], "budget_scale = nan: must be a positive number"),
+        (["--prompt=a", "--temperature=-1"], "temperature = -1.0: must be at least 0"),
+        (["--prompt=a", "--top_p=0"], "top_p = 0.0: must be above 0"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(runs, arguments, message):
+    refused = generate(runs["prefix"], *arguments)
+    assert (refused.returncode, refused.stdout) == (1, b"")
+    assert refused.stderr.decode().startswith(f"error: {message}")
+    assert refused.stderr.count(b"\n") == 1
