@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from aamoe_jax import cost
 from aamoe_jax.aamoe.statistics import combine, summarize
 from aamoe_jax.config import ConfigError, ModelConfig
+from aamoe_jax.evaluation.causality import Causality, default_cuts, probe
 from aamoe_jax.mixers.base import BudgetMode, Statistics
 from aamoe_jax.model import merge
 
@@ -30,7 +31,10 @@ Batch = dict[str, Int[np.ndarray, "b L"]]
 class Evaluation:
     """Sums over all targets of a dataset that count, and what follows from them."""
 
-    budget: BudgetMode
+    budget: BudgetMode | None
+    """None: the model has no AA-MoE layer, and so no budgets."""
+    budget_scale: float
+    """The dial: what every beta was multiplied by."""
     nll: float
     """Sum of -log p, in nats."""
     tokens: int
@@ -59,24 +63,136 @@ class Evaluation:
     def flops_per_token(self) -> float:
         return self.flops / self.tokens
 
+    @property
+    def spent(self) -> float | None:
+        """Resources per token, mean over layers; None for a model without budgets."""
+        return _mean_over_layers(self.statistics, "spent")
+
+    @property
+    def clip_rate(self) -> float | None:
+        """Share of the wanted pairs that availability, slots or the cap cut, mean over layers."""
+        return _mean_over_layers(self.statistics, "clip_rate")
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready record."""
         return {
             "budget": self.budget,
+            "budget_scale": self.budget_scale,
             "nats_per_token": self.nats_per_token,
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
             "tokens": self.tokens,
             "bytes": self.bytes,
             "flops_per_token": self.flops_per_token,
+            "spent": self.spent,
+            "clip_rate": self.clip_rate,
             "nll_by_position": [None if np.isnan(x) else round(float(x), 5) for x in self.nll_by_position],
             "statistics": self.statistics,
         }
 
 
+def _mean_over_layers(statistics: dict[str, Any], name: str) -> float | None:
+    return float(np.mean(statistics[name])) if statistics else None
+
+
+# Which budgets.
+
+
 def causal_budget(config: ModelConfig) -> BudgetMode:
     """The causal budgets of a model: `prefix` as trained, or the predictor where it was trained on row budgets."""
     return "predictor" if config.aamoe.budget.normalizer == "row" else "prefix"
+
+
+def budget_modes(config: ModelConfig) -> tuple[BudgetMode, ...]:
+    """All budgets that a model can be evaluated under, the row's first: none without an AA-MoE layer, the predictor's
+    only where one was trained."""
+    if "aamoe" not in config.pattern:
+        return ()
+    trained_on_row = config.aamoe.budget.normalizer == "row"
+    return ("row", "predictor_uncapped", "predictor", "prefix") if trained_on_row else ("row", "prefix")
+
+
+def require_budget_scale(scale: float) -> float:
+    """`scale`, if it can multiply a budget.
+
+    Raises:
+      ConfigError: it is not a positive number.
+    """
+    if not (scale > 0 and np.isfinite(scale)):
+        raise ConfigError(f"budget_scale = {scale!r}: must be a positive number")
+    return scale
+
+
+# Evaluating.
+
+
+class Evaluator:
+    """A model under one kind of budget: compiled once for every shape of batch, whatever the dial says."""
+
+    def __init__(
+        self, graphdef: nnx.GraphDef, config: ModelConfig, *, budget: BudgetMode, max_budget_scale: float = 1.0
+    ):
+        """`max_budget_scale`: the largest dial that work is laid out for."""
+        self._config, self._budget, self._max_scale = config, budget, max_budget_scale
+        forward = functools.partial(_forward, graphdef, budget=budget, max_budget_scale=max_budget_scale)
+        self._losses = jax.jit(functools.partial(_losses, forward))
+        self._logits = jax.jit(lambda *inputs: forward(*inputs)[0])
+
+    def __call__(
+        self,
+        params: dict[str, Any],
+        batches: Sequence[Batch],
+        byte_lengths: Int[np.ndarray, "V"],
+        *,
+        budget_scale: float = 1.0,
+    ) -> Evaluation:
+        """Predicts every target of the batches once.
+
+        Raises:
+          ConfigError: when no target counts, or the dial is not a positive number.
+        """
+        scale = self._traced(budget_scale)
+        nll = count = text_bytes = 0
+        statistics: Statistics = {}
+        for index in range(len(batches)):
+            batch = batches[index]
+            batch_nll, more = self._losses(params, batch, scale)
+            nll = nll + np.asarray(batch_nll, np.float64)
+            # In float64 on the host: counts of a long evaluation leave the integers of float32.
+            more = jax.tree.map(lambda x: np.asarray(x, np.float64), more)
+            statistics = combine(statistics, more) if statistics else more
+            count = count + batch["loss_mask"].sum(0)
+            text_bytes += int((byte_lengths[batch["targets"]] * batch["loss_mask"]).sum())
+        if not np.sum(count):
+            raise ConfigError("evaluation: there is nothing to predict in this split; prepare a larger dataset")
+        rows, length = batches[0]["tokens"].shape
+        return Evaluation(
+            budget=self._budget if "aamoe" in self._config.pattern else None,
+            budget_scale=budget_scale,
+            nll=float(nll.sum()),
+            tokens=int(count.sum()),
+            bytes=text_bytes,
+            nll_by_position=np.divide(nll, count, out=np.full(length, np.nan), where=count > 0),
+            flops=cost.forward_flops(self._config, rows * len(batches), length, statistics),
+            statistics=summarize(statistics),
+        )
+
+    def causality(self, params: dict[str, Any], batch: Batch, *, budget_scale: float = 1.0, rows: int = 2) -> Causality:
+        """Probes the model on the first rows of a batch, at a few cuts."""
+        scale, part = self._traced(budget_scale), {name: value[:rows] for name, value in batch.items()}
+        cuts = default_cuts(batch["tokens"].shape[1], self._config.aamoe.chunk_size)
+        return probe(
+            lambda tokens: self._logits(params, part | {"tokens": tokens}, scale),
+            part["tokens"],
+            cuts,
+            vocab_size=self._config.vocab_size,
+        )
+
+    def _traced(self, budget_scale: float) -> Float[np.ndarray, ""]:
+        """The dial as an array: a Python number would be compiled into the program."""
+        if require_budget_scale(budget_scale) > self._max_scale:
+            raise ConfigError(f"budget_scale = {budget_scale!r}: must be at most max_budget_scale = {self._max_scale}")
+        return np.asarray(budget_scale, np.float32)
 
 
 def evaluate(
@@ -87,48 +203,49 @@ def evaluate(
     byte_lengths: Int[np.ndarray, "V"],
     *,
     budget: BudgetMode,
+    budget_scale: float = 1.0,
 ) -> Evaluation:
-    """Predicts every target of the batches once.
+    """`Evaluator` for one call.
 
     Raises:
-      ConfigError: when no target counts.
+      ConfigError: when no target counts, or the dial is not a positive number.
     """
-    step = jax.jit(functools.partial(_evaluate_batch, graphdef, budget=budget))
-    nll = count = text_bytes = 0
-    statistics: Statistics = {}
-    for index in range(len(batches)):
-        batch = batches[index]
-        batch_nll, more = step(params, batch)
-        nll = nll + np.asarray(batch_nll, np.float64)
-        # In float64 on the host: counts of a long evaluation leave the integers of float32.
-        more = jax.tree.map(lambda x: np.asarray(x, np.float64), more)
-        statistics = combine(statistics, more) if statistics else more
-        count = count + batch["loss_mask"].sum(0)
-        text_bytes += int((byte_lengths[batch["targets"]] * batch["loss_mask"]).sum())
-    if not np.sum(count):
-        raise ConfigError("evaluation: there is nothing to predict in this split; prepare a larger dataset")
-    rows, length = batches[0]["tokens"].shape
-    statistics = jax.device_get(statistics)
-    return Evaluation(
+    evaluator = Evaluator(graphdef, config, budget=budget, max_budget_scale=max(1.0, budget_scale))
+    return evaluator(params, batches, byte_lengths, budget_scale=budget_scale)
+
+
+def _forward(
+    graphdef: nnx.GraphDef,
+    params: dict[str, Any],
+    batch: dict[str, Int[Array, "b L"]],
+    scale: Float[Array, ""],
+    *,
+    budget: BudgetMode,
+    max_budget_scale: float,
+) -> tuple[Float[Array, "b L V"], Statistics]:
+    return merge(graphdef, params)(
+        batch["tokens"],
+        batch["segment_ids"],
+        batch["positions"],
         budget=budget,
-        nll=float(nll.sum()),
-        tokens=int(count.sum()),
-        bytes=text_bytes,
-        nll_by_position=np.divide(nll, count, out=np.full(length, np.nan), where=count > 0),
-        flops=cost.forward_flops(config, rows * len(batches), length, statistics),
-        statistics=summarize(statistics),
+        budget_scale=scale,
+        max_budget_scale=max_budget_scale,
     )
 
 
-def _evaluate_batch(
-    graphdef: nnx.GraphDef, params: dict[str, Any], batch: dict[str, Int[Array, "b L"]], *, budget: BudgetMode
+def _losses(
+    forward: Callable[..., tuple[Float[Array, "b L V"], Statistics]],
+    params: dict[str, Any],
+    batch: dict[str, Int[Array, "b L"]],
+    scale: Float[Array, ""],
 ) -> tuple[Float[Array, "L"], Statistics]:
     """Sum of -log p over the rows, for every position."""
-    logits, statistics = merge(graphdef, params)(
-        batch["tokens"], batch["segment_ids"], batch["positions"], budget=budget
-    )
+    logits, statistics = forward(params, batch, scale)
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     return jnp.sum(nll * batch["loss_mask"], axis=0), statistics
+
+
+# What row budgets read, and how well they are guessed.
 
 
 def flip_rate(row: Evaluation) -> float:
@@ -140,3 +257,17 @@ def flip_rate(row: Evaluation) -> float:
 def leakage_gap(causal: Evaluation, row: Evaluation) -> float:
     """Bits per byte that row budgets gain over causal ones: what they read from the future (decision 21)."""
     return causal.bits_per_byte - row.bits_per_byte
+
+
+def predictor_figures(row: Evaluation) -> dict[str, list[Any]]:
+    """How well the predictor guesses the row's budgets, lists with one entry per layer (decision 22).
+
+    `exact`, `within_one`: shares of tokens. `error`: mean |guess - B_i|. `total`: predicted budgets over B. `affords`:
+    for k = 1, 2, ... the accuracy of [B_i >= k], up to the last k that anybody gets wrong.
+    """
+    prefix = "predictor_"
+    figures = {name.removeprefix(prefix): value for name, value in row.statistics.items() if name.startswith(prefix)}
+    affords = np.asarray(figures["affords"])
+    wrong = np.flatnonzero((affords < 1).any(0))
+    last = int(wrong[-1]) + 1 if len(wrong) else 1
+    return figures | {"affords": affords[:, :last].tolist()}
