@@ -1,0 +1,197 @@
+"""Shows where the budget of a passage went, or measures what repetition costs.
+
+    python -m launch.inspect --checkpoint=runs/quickstart --text=FILE       # one HTML page; FILE may be - for stdin
+    python -m launch.inspect --checkpoint=runs/quickstart --copies          # repeated against new text, held-out split
+
+The page is one file that loads nothing: every token of the passage with its resources, layer by layer. `--copies`
+prints a table and writes copying.json. Both go into the run folder unless --output says otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from aamoe_jax.analysis import copying
+from aamoe_jax.analysis.inspection import Inspection, aamoe_layers, inspect_passage
+from aamoe_jax.analysis.inspection_page import page_data, render
+from aamoe_jax.config import ConfigError
+from aamoe_jax.data import evaluation_batches, load_tokenizer
+from aamoe_jax.evaluation.perplexity import causal_budget
+from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
+from launch import program
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """The flags of this program."""
+    flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
+    flags.DEFINE_string("text", None, "File that holds the passage; - reads standard input.")
+    flags.DEFINE_bool("copies", False, "Measure repeated against new tokens of a held-out split instead.")
+    flags.DEFINE_integer("tokens", None, "Most tokens shown; a row of training if not given.", lower_bound=1)
+    flags.DEFINE_float("budget_scale", 1.0, "Multiplies every budget.", lower_bound=0.0)
+    flags.DEFINE_string("output", None, "File to write; inside the run folder if not given.")
+    flags.DEFINE_list("datasets", [], "--copies: datasets to measure on; the mixture of the run if not given.")
+    flags.DEFINE_enum("split", "test", ["validation", "test"], "--copies: held-out split.")
+    flags.DEFINE_integer("batch_size", 8, "--copies: rows per forward pass.", lower_bound=1)
+    flags.DEFINE_integer("max_batches", 0, "--copies: that many, evenly spread; 0: all.", lower_bound=0)
+    flags.DEFINE_string("data_dir", None, "--copies: where prepared datasets lie; the run's folder if not given.")
+
+
+# The page.
+
+
+def read_text(name: str) -> bytes:
+    """The bytes of a file, or of standard input.
+
+    Raises:
+      ConfigError: it cannot be read, or there is nothing in it.
+    """
+    try:
+        text = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--text={name}: cannot be read: {error.strerror}") from error
+    if not text:
+        raise ConfigError(f"--text={name}: is empty")
+    return text
+
+
+def facts(checkpoint: Checkpoint, inspection: Inspection, text_bytes: int, scale: float) -> list[tuple[str, str]]:
+    """What stands at the head of the page."""
+    model = checkpoint.config.model
+    budget = causal_budget(model) + (f" × {scale:g}" if scale != 1 else "")
+    resources = f"{inspection.num_chunks} chunks of {inspection.chunk_size}, {inspection.num_experts} experts"
+    bits = np.nansum(inspection.bits) / max(text_bytes, 1)
+    return [
+        ("model", f"{program.run_folder(FLAGS.checkpoint).resolve().name}, step {checkpoint.step}"),
+        ("budgets", budget),
+        ("resources", resources),
+        ("passage", f"{len(inspection.tokens)} tokens"),
+        ("loss", f"{bits:.3f} bits per byte"),
+    ]
+
+
+def write_page(checkpoint: Checkpoint) -> Path:
+    """Writes the page of --text, and returns where."""
+    config = checkpoint.config
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokens = tokenizer.encode(read_text(FLAGS.text)).astype(np.int32)
+    limit, notes = FLAGS.tokens or config.data.seq_len, []
+    if len(tokens) > limit:
+        notes.append(f"Cut: the first {limit} of {len(tokens)} tokens are shown (--tokens sets how many).")
+        tokens = tokens[:limit]
+    if len(tokens) > config.data.seq_len:
+        notes.append(f"Longer than the rows of training, which had {config.data.seq_len} tokens.")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    inspection = inspect_passage(config.model, checkpoint.params, tokens, budget_scale=FLAGS.budget_scale)
+    predicted = int(tokenizer.byte_lengths[tokens[1:]].sum())
+    source = "standard input" if FLAGS.text == "-" else Path(FLAGS.text).name
+    data = page_data(
+        inspection,
+        config.model.aamoe,
+        tokenizer,
+        source=source,
+        facts=facts(checkpoint, inspection, predicted, FLAGS.budget_scale),
+        notes=notes,
+    )
+    stem = "stdin" if FLAGS.text == "-" else Path(FLAGS.text).stem
+    return write(f"inspect-{stem}.html", render(data))
+
+
+# Copies.
+
+
+def measure_copies(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The record of --copies: one result per dataset and n."""
+    data = program.data_config(checkpoint.config, FLAGS.data_dir)
+    results = []
+    for name in FLAGS.datasets or [name for name, _ in data.mixture]:
+        ledger = copying.observe(
+            checkpoint.config.model,
+            checkpoint.params,
+            evaluation_batches(data, name, split=FLAGS.split, batch_size=FLAGS.batch_size),
+            eos_id=load_tokenizer(data.tokenizer).eos_id,
+            max_batches=FLAGS.max_batches,
+            budget_scale=FLAGS.budget_scale,
+        )
+        documents = len(np.unique(ledger.cluster))
+        comparisons = [copying.compare(ledger, n) for n in copying.NGRAMS]
+        results.append({"dataset": name, "tokens": len(ledger.token), "documents": documents, "n": comparisons})
+    return {
+        "checkpoint": FLAGS.checkpoint,
+        "step": checkpoint.step,
+        "split": FLAGS.split,
+        "budget": causal_budget(checkpoint.config.model),
+        "budget_scale": FLAGS.budget_scale,
+        "layers": list(aamoe_layers(checkpoint.config.model)),
+        "results": results,
+    }
+
+
+def table(result: dict[str, Any], layers: list[int]) -> str:
+    """One dataset's comparisons as a text table."""
+    lines = [
+        f"{result['dataset']}: {result['tokens']} tokens of {result['documents']} documents; ± one standard error",
+        f"{'':<26}{'resources per token':^21}{'copied - novel':>18}{'same token, place':>19}{'context share':>17}",
+        f"{'n':>3} {'copied':>9}  {'layer':<10}{'copied':>10}{'novel':>9}{'':>39}{'copied':>9}{'novel':>8}",
+    ]
+    for entry in result["n"]:
+        lines += _rows(entry, layers)
+    return "\n".join(lines)
+
+
+def _rows(entry: dict[str, Any], layers: list[int]) -> list[str]:
+    copied, novel, plain, matched = (entry[name] for name in ("copied", "novel", "difference", "matched"))
+    head = f"{entry['n']:>3} {copied['tokens']:>9}  "
+    if plain is None:
+        return [f"{head}nothing to compare"]
+    lines = []
+    for index, layer in enumerate(layers):
+        figures = f"{copied['spent'][index]:>10.3f}{novel['spent'][index]:>9.3f}"
+        near = _with_error(matched["spent"][index]) if matched else "-"
+        shares = f"{copied['pairs_context'][index]:>9.3f}{novel['pairs_context'][index]:>8.3f}"
+        lines.append(f"{f'layer {layer}':<10}{figures}{_with_error(plain['spent'][index]):>19}{near:>20}{shares}")
+    near = _with_error(matched["nats"]) if matched else "-"
+    nats = f"{copied['nats']:>10.3f}{novel['nats']:>9.3f}{_with_error(plain['nats']):>19}{near:>20}"
+    lines.append(f"{'nats, next':<10}{nats}")
+    return [head + lines[0]] + [" " * len(head) + line for line in lines[1:]]
+
+
+def _with_error(pair: tuple[float, float]) -> str:
+    return f"{pair[0]:+.3f} ± {pair[1]:.3f}"
+
+
+def write(name: str, text: str) -> Path:
+    """Writes --output, or `name` in the run folder."""
+    output = Path(FLAGS.output) if FLAGS.output else program.run_folder(FLAGS.checkpoint) / name
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(text, encoding="utf-8")
+    return output
+
+
+def main(argv: list[str]) -> None:
+    program.refuse_arguments(argv)
+    if (FLAGS.text is None) == (not FLAGS.copies):
+        raise ConfigError("give either --text=FILE, which writes a page, or --copies, which measures a held-out split")
+    checkpoint = load_checkpoint(FLAGS.checkpoint)
+    aamoe_layers(checkpoint.config.model)
+    if FLAGS.copies:
+        record = measure_copies(checkpoint)
+        print(f"checkpoint of step {checkpoint.step}, {FLAGS.split} split, {record['budget']} budgets")
+        for result in record["results"]:
+            print(table(result, record["layers"]))
+        print(f"written to {write('copying.json', json.dumps(record, indent=1) + chr(10))}")
+    else:
+        print(f"written to {write_page(checkpoint)}")
+
+
+if __name__ == "__main__":
+    define_flags()
+    program.run(main)
