@@ -18,6 +18,10 @@ from tests.aamoe.helpers import model_config
 
 TEXT = "\n".join(json.__doc__.strip().splitlines()).encode()
 """The documentation of a module of the standard library: real text, with examples of code."""
+NASTY = b"</script><b>bold</b> <!-- &amp; {{data}} \xc3\xa9\xe2\x82\xac \xff\x07\t\r\n"
+"""What would break a careless page: markup, placeholders, characters of several bytes, bytes of no character."""
+PASSAGE = NASTY + TEXT[:70] + TEXT[8:38]
+"""Both, and a repetition. Tests share it, since every other length is compiled anew."""
 
 
 def tokens_of(text: bytes) -> np.ndarray:
@@ -36,6 +40,7 @@ def params_of(config: ModelConfig) -> dict[str, Any]:
 
 
 @functools.cache
-def inspection_of(text: bytes, budget_scale: float = 1.0, **changes: Any) -> Inspection:
-    config = model_config(**changes)
-    return inspect_passage(config, params_of(config), tokens_of(text), budget_scale=budget_scale)
+def inspected(budget_scale: float = 1.0) -> Inspection:
+    """The passage under a small model, with tokens that are given nothing."""
+    config = model_config()
+    return inspect_passage(config, params_of(config), tokens_of(PASSAGE), budget_scale=budget_scale)

@@ -173,7 +173,7 @@
         const share = totals[`${measure}_${kind}`];
         said.push(`${KIND_NAME[kind]} ${percent(share)}`);
         if (share <= 0) continue;
-        const piece = element("span", { class: kind, title: `${KIND_NAME[kind]}: ${percent(share)}` }, share > 0.07 ? percent(share) : "");
+        const piece = element("span", { class: kind, title: `${KIND_NAME[kind]}: ${percent(share)}` }, element("b", {}, percent(share)));
         piece.style.flex = `${share} 0 0`;
         stack.append(piece);
       }
@@ -308,7 +308,7 @@
       const { kind } = resource;
       const about = kind === "expert"
         ? element("span", { class: "excerpt" }, `${plural(current().usersOf.get(resource.place).length, "token")} here`)
-        : element("span", { class: "excerpt", title: `tokens ${resource.start}–${resource.stop - 1}` }, excerpt(resource.start, resource.stop));
+        : element("span", { class: "excerpt", title: `tokens ${resource.start}–${resource.stop - 1}` }, excerpt(resource.start, resource.stop).replace(/ {3,}/g, "  "));
       const point = (rank) => () => { state.row = rank; highlight(); };
       return element(
         "tr", { class: `resource pick ${kind}-row`, tabindex: 0, "data-kind": kind, "data-start": resource.start, "data-stop": resource.stop,

@@ -1,0 +1,123 @@
+"""launch.inspect, as people call it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from aamoe_jax.config import ConfigError, ModelConfig
+from aamoe_jax.training.checkpoints import CheckpointStore
+from aamoe_jax.training.optimizer import build_optimizer
+from aamoe_jax.training.state import TrainState
+from launch import inspect
+from tests.analysis.helpers import TEXT, params_of
+from tests.data.helpers import prepared
+from tests.training.helpers import SEQ_LEN, experiment, model_config
+
+
+def saved_run(folder: Path, model: ModelConfig, data) -> Path:
+    """A run that was never trained."""
+    config = experiment(data, model)
+    params = params_of(model)
+    optimizer = build_optimizer(config.optimizer, 1).init(params)
+    with CheckpointStore(folder / "checkpoints", keep_last=1) as store:
+        store.save(TrainState(jnp.asarray(0, jnp.int32), params, optimizer, jax.random.key(0)), config, {}, None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("inspect")
+    documents = {
+        split: [(f"{split}/0", f"{split} ".encode() + TEXT[:150])] for split in ("train", "validation", "test")
+    }
+    data = prepared(folder / "data", documents, seq_len=SEQ_LEN)
+    models = {"aamoe": model_config(num_layers=1, kernel="reference"), "dense": model_config("parallel", num_layers=1)}
+    return {name: str(saved_run(folder / name, model, data)) for name, model in models.items()}
+
+
+def run(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([sys.executable, "-m", "launch.inspect", *arguments], input=stdin, capture_output=True)
+
+
+@pytest.fixture
+def flags(monkeypatch, runs):
+    """Calls the program in this process: the flags that it reads, and their values when nothing is said."""
+
+    def call(**values) -> None:
+        defaults = {"checkpoint": runs["aamoe"], "text": None, "copies": False, "tokens": None, "budget_scale": 1.0}
+        defaults |= {
+            "output": None,
+            "datasets": [],
+            "split": "test",
+            "batch_size": 2,
+            "max_batches": 0,
+            "data_dir": None,
+        }
+        monkeypatch.setattr(inspect, "FLAGS", SimpleNamespace(**defaults | values))
+        inspect.main(["launch.inspect"])
+
+    return call
+
+
+def test_a_page_of_any_bytes_from_standard_input(runs):
+    done = run(f"--checkpoint={runs['aamoe']}", "--text=-", stdin=b"\xff\x00" + TEXT[: 2 * SEQ_LEN])
+    assert done.returncode == 0, done.stderr
+    cut = f"Cut: the first {SEQ_LEN} of {2 * SEQ_LEN + 2} tokens are shown (--tokens sets how many)."
+    assert done.stderr.decode() == f"note: {cut}\n"
+    page = (Path(runs["aamoe"]) / "inspect-stdin.html").read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+    assert data["notes"] == [cut]
+    assert (len(data["text"]), data["forms"][:3]) == (SEQ_LEN, "xtt")
+    assert ["model", "aamoe, step 0"] in data["facts"]
+
+
+def test_a_file_longer_than_the_rows_of_training(flags, tmp_path, capsys):
+    (tmp_path / "a.txt").write_bytes(TEXT[:100])
+    flags(text=str(tmp_path / "a.txt"), tokens=SEQ_LEN + 10, output=str(tmp_path / "new" / "a.html"), budget_scale=0.5)
+    printed = capsys.readouterr()
+    assert printed.out == f"written to {tmp_path / 'new' / 'a.html'}\n"
+    assert f"note: Longer than the rows of training, which had {SEQ_LEN} tokens." in printed.err
+    page = (tmp_path / "new" / "a.html").read_text(encoding="utf-8")
+    assert "prefix × 0.5" in page
+    assert "a.txt · where the budget went" in page
+
+
+def test_copies_of_the_held_out_split(flags, runs, capsys):
+    flags(copies=True)
+    printed = capsys.readouterr().out
+    assert "checkpoint of step 0, test split, prefix budgets" in printed
+    assert "copied - novel" in printed
+    record = json.loads((Path(runs["aamoe"]) / "copying.json").read_text())
+    (result,) = record["results"]
+    assert (result["dataset"], result["documents"], record["layers"]) == ("tiny", 1, [0])
+    assert [entry["n"] for entry in result["n"]] == [4, 8, 16, 32]
+    for entry in result["n"]:
+        # In rows of their own: the first n tokens of each of the row's documents are left out.
+        assert entry["copied"]["tokens"] + entry["novel"]["tokens"] < result["tokens"]
+
+
+def test_what_cannot_work_is_one_line(flags, runs, tmp_path):
+    dense = run(f"--checkpoint={runs['dense']}", "--text=README.md")
+    assert (dense.returncode, dense.stdout) == (1, b"")
+    wanted = "error: ModelConfig.pattern = ('parallel',): no AA-MoE layer, so no budget to inspect\n"
+    assert dense.stderr.decode() == wanted
+    (tmp_path / "empty").touch()
+    for values, message in (
+        ({"text": str(tmp_path / "none")}, "none: cannot be read: No such file"),
+        ({"text": str(tmp_path)}, "cannot be read: Is a directory"),
+        ({"text": str(tmp_path / "empty")}, "is empty"),
+        ({}, "either --text=FILE"),
+        ({"text": "README.md", "copies": True}, "either --text=FILE"),
+        ({"checkpoint": str(tmp_path), "copies": True}, "there is no checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            flags(**values)
