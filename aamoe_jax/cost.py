@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from aamoe_jax.config import ModelConfig
@@ -78,6 +79,25 @@ def forward_flops(config: ModelConfig, rows: int, length: int, statistics: Stati
 def training_flops(config: ModelConfig, rows: int, length: int, statistics: Statistics) -> float:
     """FLOPs of one step: the backward pass costs twice the forward. What `remat` computes again is not counted."""
     return 3 * forward_flops(config, rows, length, statistics)
+
+
+def decode_bytes(config: ModelConfig, context: int, pairs: float) -> float:
+    """Bytes that one more token of one row must touch at a context of that many tokens: parameters (float32), what is
+    read of the caches, and the pairs that were given.
+
+    Args:
+      pairs: resources given to the token by all AA-MoE layers together, local ones included.
+    """
+    d, layer, size = config.d_model, config.aamoe, jnp.dtype(config.dtype).itemsize
+    dense = 4 * (4 * d**2 + 2 * d * config.ff_width) + 2 * size * d * context
+    # W^Q, W^K, W^V, W^O, W_c; the scores read every expert's embedding and every chunk's key.
+    aamoe = 4 * (5 * d**2 + d * layer.num_experts + d * -(-context // layer.chunk_size))
+    if layer.budget.normalizer == "row":
+        aamoe += 4 * layer.budget.predictor_width * (d + 2)
+    mixers = sum(aamoe if name == "aamoe" else dense for name in config.pattern)
+    # Pages are in the model's type, experts in float32: taken as pages here.
+    per_pair = 2 * layer.chunk_size * d * size
+    return mixers * (config.num_layers // len(config.pattern)) + pairs * per_pair + 4 * d * (config.vocab_size + 1)
 
 
 def peak_flops(device: jax.Device) -> float | None:

@@ -260,8 +260,10 @@ class AAMoELayer(nnx.Module):
         keys = (merge_heads(rotate_heads(key, turn_heads)), merge_heads(value), self.router.chunk_keys(h, turn))
         cache = cache.write(context.positions, *keys)
         chunk = context.positions // layer.chunk_size
-        completed = jnp.arange(cache.router_key.shape[1]) < chunk[..., None]
-        ranking = self._rank(*self.router.scores(h, turn, cache.router_key), chunk, completed, context)
+        completed = jnp.arange(cache.key.shape[1]) < chunk[..., None]
+        query_router, expert_scores, local_scores = self.router.project(h, turn)
+        chunk_scores = cache.chunk_scores(query_router)
+        ranking = self._rank(chunk_scores, expert_scores, local_scores, chunk, completed, context)
         budget, count, cache = self._next_budget(h, ranking.most, context, cache)
         allocation = allocation_lib.allocate(ranking, budget, count, self._bias_scale)
         output, lse = paged_attention(

@@ -35,17 +35,20 @@ class Router(nnx.Module):
     ) -> tuple[Float[Array, "b L l"], Float[Array, "b L E"], Float[Array, "b L"]]:
         """Scores of the row's chunks, of the experts, and of the token's neighbourhood; `turn` has the width of h."""
         ends, turn_of_ends = chunk_ends(h, self.chunk_size), Rotation(*(chunk_ends(x, self.chunk_size) for x in turn))
-        return self.scores(h, turn, self.chunk_keys(ends, turn_of_ends))
+        query, experts, local = self.project(h, turn)
+        chunks = jnp.einsum("bid,bjd->bij", query, self.chunk_keys(ends, turn_of_ends), precision=HIGHEST)
+        return chunks, experts, local
 
     def chunk_keys(self, ends: Float[Array, "b l d"], turn: Rotation) -> Float[Array, "b l d"]:
         """What chunks are scored by: the h of their last tokens, turned to where these stand."""
         ends = ends.astype(jnp.float32)
         return rotate(ends, turn) if self.rope == "relative" else ends
 
-    def scores(
-        self, h: Float[Array, "b L d"], turn: Rotation, chunk_keys: Float[Array, "b l d"]
-    ) -> tuple[Float[Array, "b L l"], Float[Array, "b L E"], Float[Array, "b L"]]:
-        """Scores of chunks that are known by their keys, of the experts, and of the token's own neighbourhood.
+    def project(
+        self, h: Float[Array, "b L d"], turn: Rotation
+    ) -> tuple[Float[Array, "b L d"], Float[Array, "b L E"], Float[Array, "b L"]]:
+        """The vector whose dot product with a chunk's key is the chunk's score, and the scores of the experts and of
+        the token's own neighbourhood.
 
         The last is the score that a chunk ending in the token itself would have (decision 03): at equal positions the
         two rotations cancel, so it is the plain (W_c^T h_i) . h_i / sqrt(d).
@@ -55,6 +58,4 @@ class Router(nnx.Module):
         query = scale * jnp.matmul(h, self.context_kernel[...], precision=HIGHEST)
         local = jnp.sum(query * h, axis=-1)
         experts = scale * jnp.matmul(h, self.expert_embeddings[...].T, precision=HIGHEST)
-        if self.rope == "relative":
-            query = rotate(query, turn)
-        return jnp.einsum("bid,bjd->bij", query, chunk_keys, precision=HIGHEST), experts, local
+        return rotate(query, turn) if self.rope == "relative" else query, experts, local

@@ -17,12 +17,12 @@ Heads = Float[Array, "b _ H k"]
 
 def joint_attention(
     query: Float[Array, "b L H k"],
-    key: Float[Array, "b N H k"],
-    value: Float[Array, "b N H k"],
+    key: Float[Array, "b L H k"],
+    value: Float[Array, "b L H k"],
     query_memory: Float[Array, "b L H k"],
     memory_key: Float[Array, "n H k"],
     memory_value: Float[Array, "n H k"],
-    mask: Bool[Array, "b L N"],
+    mask: Bool[Array, "b L L"],
 ) -> Float[Array, "b L H k"]:
     """softmax([q K^T, q_m M_k^T] / sqrt(k)) [V; M_v]: one softmax over context and memory, in float32."""
     scale = query.shape[-1] ** -0.5
@@ -51,7 +51,8 @@ class AllAttentionLayer(nnx.Module):
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         query, turned, key, value = self._rotated(h, context)
-        return self._attend(query, turned, key, value, causal_mask(context.segment_ids)), {}
+        heads = joint_attention(turned, key, value, query, *self._memory(h.dtype), causal_mask(context.segment_ids))
+        return self.output(merge_heads(heads)), {}
 
     def empty_cache(self, rows: int, length: int) -> KeyValueCache:
         """Room for `length` tokens in every row; the memory needs none."""
@@ -68,24 +69,24 @@ class AllAttentionLayer(nnx.Module):
         """One more token in every row."""
         query, turned, key, value = self._rotated(h, context)
         cache = cache.write(context.positions, key, value)
-        return self._attend(query, turned, cache.key, cache.value, cache.visible(context.positions)), cache
+        memory_keys, memory_values = self._memory(h.dtype)
+        memory = jnp.einsum("bhk,nhk->bhn", query[:, 0], memory_keys, preferred_element_type=jnp.float32)
+        memory = query.shape[-1] ** -0.5 * memory
+        scores = jnp.concatenate([cache.scores(turned, context.positions), memory], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)
+        room = cache.key.shape[1]
+        from_memory = jnp.einsum("bhn,nhk->bhk", weights[..., room:].astype(h.dtype), memory_values)
+        return self.output(merge_heads(cache.mix(weights[..., :room]) + from_memory[:, None])), cache
+
+    def _memory(self, dtype: jnp.dtype) -> tuple[Float[Array, "n H k"], Float[Array, "n H k"]]:
+        """The persistent keys (normed as those of tokens are) and values, head by head."""
+        keys, values = (
+            split_heads(x[...].astype(dtype), self.config.num_heads) for x in (self.memory_keys, self.memory_values)
+        )
+        return self.qkv.norm_key(keys), values
 
     def _rotated(self, h: Float[Array, "b L d"], context: Context) -> tuple[Heads, Heads, Heads, Heads]:
         """Queries, queries and keys turned to their positions, values."""
         query, key, value = self.qkv(h)
         turn = context.rotation(self.config, self.config.head_dim)
         return query, rotate_heads(query, turn), rotate_heads(key, turn), value
-
-    def _attend(
-        self, query: Heads, turned: Heads, key: Heads, value: Heads, mask: Bool[Array, "b L N"]
-    ) -> Float[Array, "b L d"]:
-        heads = joint_attention(
-            turned,
-            key,
-            value,
-            query,
-            self.qkv.norm_key(split_heads(self.memory_keys[...].astype(query.dtype), self.config.num_heads)),
-            split_heads(self.memory_values[...].astype(query.dtype), self.config.num_heads),
-            mask,
-        )
-        return self.output(merge_heads(heads))

@@ -3,7 +3,7 @@
 A mixer is a module with `__call__(h, context) -> (output, statistics)`: h [b, L, d] is the normed input of the block,
 output [b, L, d] is added to the residual stream, statistics is a flat dict of arrays (empty for dense mixers).
 
-It decodes through a cache of its own making, a pytree of arrays with leading axis b:
+It decodes through a cache of its own making, a pytree of arrays:
 * `empty_cache(rows, length)`: room for `length` tokens in every row;
 * `fill(h, context, cache)`: the cache after a prompt h [b, L, d] that starts the rows, padded at its end;
 * `decode(h, context, cache) -> (output, cache)`: one more token h [b, 1, d] per row, at `context.positions`; its output

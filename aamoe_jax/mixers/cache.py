@@ -1,6 +1,6 @@
 """Keys and values of all tokens so far: what dense attention remembers.
 
-Shapes: b rows, N tokens that there is room for, L tokens, H heads, k = d / H.
+Shapes: b rows, N tokens that there is room for, L tokens, H heads, G = b H, k = d / H.
 """
 
 from __future__ import annotations
@@ -8,37 +8,61 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import ModelConfig
 
 
 class KeyValueCache(NamedTuple):
-    """Keys (rotated) and values in the model's type. What has not been written yet is never seen."""
+    """Keys (rotated) and values in the model's type, laid out as a step's products read them.
 
-    key: Float[Array, "b N H k"]
-    value: Float[Array, "b N H k"]
+    Rows and heads are one axis, as the compiler's batched products have it: a product that has to reshape what the
+    same step writes costs copies of the whole cache (seen on CPU). What has not been written yet is never seen.
+    """
+
+    key: Float[Array, "G N k"]
+    value: Float[Array, "G k N"]
 
     def write(
         self, positions: Int[Array, "b 1"], key: Float[Array, "b 1 H k"], value: Float[Array, "b 1 H k"]
     ) -> KeyValueCache:
         """With one more token in every row, at its own position."""
-        row = jnp.arange(positions.shape[0])
+        heads = key.shape[2]
+        row, position = jnp.arange(self.key.shape[0]), jnp.repeat(positions[:, 0], heads)
+        size = jnp.arange(self.key.shape[2])
         return KeyValueCache(
-            self.key.at[row, positions[:, 0]].set(key[:, 0]), self.value.at[row, positions[:, 0]].set(value[:, 0])
+            self.key.at[row, position].set(flat_heads(key)[:, 0]),
+            self.value.at[row[:, None], size, position[:, None]].set(flat_heads(value)[:, 0]),
         )
 
     def fill(self, key: Float[Array, "b L H k"], value: Float[Array, "b L H k"]) -> KeyValueCache:
         """With the first L tokens of every row."""
         length = key.shape[1]
-        return KeyValueCache(self.key.at[:, :length].set(key), self.value.at[:, :length].set(value))
+        return KeyValueCache(
+            self.key.at[:, :length].set(flat_heads(key)),
+            self.value.at[:, :, :length].set(flat_heads(value).swapaxes(1, 2)),
+        )
 
-    def visible(self, positions: Int[Array, "b 1"]) -> Bool[Array, "b 1 N"]:
-        """The tokens that one at `positions` may see."""
-        return jnp.arange(self.key.shape[1]) <= positions[..., None]
+    def scores(self, query: Float[Array, "b 1 H k"], positions: Int[Array, "b 1"]) -> Float[Array, "b H N"]:
+        """q . k / sqrt(k) in float32 for the tokens that one at `positions` sees, -inf for the others."""
+        rows, _, heads, size = query.shape
+        scores = jnp.einsum("gk,gnk->gn", flat_heads(query)[:, 0], self.key, preferred_element_type=jnp.float32)
+        scores = size**-0.5 * scores.reshape(rows, heads, -1)
+        return jnp.where(jnp.arange(scores.shape[-1]) <= positions[..., None], scores, -jnp.inf)
+
+    def mix(self, weights: Float[Array, "b H N"]) -> Float[Array, "b 1 H k"]:
+        """The values, weighted."""
+        rows, heads, length = weights.shape
+        mixed = jnp.einsum("gn,gkn->gk", weights.reshape(-1, length).astype(self.value.dtype), self.value)
+        return mixed.reshape(rows, 1, heads, -1)
+
+
+def flat_heads(x: Float[Array, "b L H k"]) -> Float[Array, "G L k"]:
+    """Rows and heads as one axis."""
+    return x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
 
 def empty_cache(config: ModelConfig, rows: int, length: int) -> KeyValueCache:
     """Room for `length` tokens in every row."""
-    shape = (rows, length, config.num_heads, config.head_dim)
-    return KeyValueCache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
+    heads, size = rows * config.num_heads, config.head_dim
+    return KeyValueCache(jnp.zeros((heads, length, size), config.dtype), jnp.zeros((heads, size, length), config.dtype))

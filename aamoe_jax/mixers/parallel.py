@@ -47,9 +47,8 @@ class CausalAttention(nnx.Module):
         """One more token in every row."""
         query, key, value = self._rotated(h, context)
         cache = cache.write(context.positions, key, value)
-        visible = cache.visible(context.positions)[:, None]
-        heads = jax.nn.dot_product_attention(query, cache.key, cache.value, mask=visible)
-        return self.output(merge_heads(heads)), cache
+        weights = jax.nn.softmax(cache.scores(query, context.positions), axis=-1)
+        return self.output(merge_heads(cache.mix(weights))), cache
 
     def _rotated(
         self, h: Float[Array, "b L d"], context: Context

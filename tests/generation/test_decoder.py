@@ -64,7 +64,7 @@ def test_a_prompt_and_the_same_tokens_one_by_one_leave_the_same_cache():
     (whole_cache,), (grown_cache,) = whole.caches[0], grown.caches[0]
     complete = (LENGTH - 1) // M
     for name, pages in (("key", complete), ("value", complete), ("router_key", complete)):
-        left, right = (np.asarray(getattr(cache, name))[0, :pages] for cache in (whole_cache, grown_cache))
+        left, right = (np.asarray(getattr(cache, name))[:, :pages] for cache in (whole_cache, grown_cache))
         np.testing.assert_allclose(left, right, atol=1e-5, err_msg=name)
     np.testing.assert_allclose(whole_cache.log_sum, grown_cache.log_sum, rtol=1e-5)
     assert int(whole_cache.spent[0]) == int(grown_cache.spent[0]) > 0
