@@ -63,17 +63,18 @@ def read_text(name: str) -> bytes:
 
 
 def facts(checkpoint: Checkpoint, inspection: Inspection, text_bytes: int, scale: float) -> list[tuple[str, str]]:
-    """What stands at the head of the page."""
+    """What stands at the head of the page, given the bytes of text that the model predicted."""
     model = checkpoint.config.model
     budget = causal_budget(model) + (f" × {scale:g}" if scale != 1 else "")
     resources = f"{inspection.num_chunks} chunks of {inspection.chunk_size}, {inspection.num_experts} experts"
-    bits = np.nansum(inspection.bits) / max(text_bytes, 1)
+    # A passage of one token predicts nothing.
+    loss = [("loss", f"{np.nansum(inspection.bits) / text_bytes:.3f} bits per byte")] if text_bytes else []
     return [
         ("model", f"{program.run_folder(FLAGS.checkpoint).resolve().name}, step {checkpoint.step}"),
         ("budgets", budget),
         ("resources", resources),
         ("passage", f"{len(inspection.tokens)} tokens"),
-        ("loss", f"{bits:.3f} bits per byte"),
+        *loss,
     ]
 
 

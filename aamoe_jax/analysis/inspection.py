@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from aamoe_jax.aamoe.statistics import summarize
 from aamoe_jax.config import AAMoEConfig, ConfigError, ModelConfig
 from aamoe_jax.evaluation.perplexity import causal_budget
+from aamoe_jax.mixers.base import Statistics
 from aamoe_jax.model import merge, structure
 
 UNUSED, LOCAL, CONTEXT, EXPERT = -1, 0, 1, 2
@@ -85,13 +86,10 @@ def inspect_passage(
     layers = aamoe_layers(config)
     if not len(tokens):
         raise ConfigError("the passage is empty: there is nothing to inspect")
-    logits, statistics = _run(config, params, tokens, budget_scale)
+    nats, likely_log_p, likely, statistics = _run(config, params, tokens, budget_scale)
     per_token = {name: statistics.pop(name)[:, 0] for name in ("spent", "budget", "resource", "probability", "mass")}
     kind = slot_kinds(config.aamoe, per_token["spent"], per_token["resource"], len(tokens))
     start, stop = spans(config.aamoe, per_token["resource"], kind)
-    log_p = np.asarray(jax.nn.log_softmax(logits[0]))
-    likely = np.argsort(-log_p, axis=-1, kind="stable")[:, :LIKELY]
-    nats = np.concatenate([[np.nan], -log_p[np.arange(len(tokens) - 1), tokens[1:]]])
     return Inspection(
         tokens=tokens,
         chunk_size=config.aamoe.chunk_size,
@@ -100,9 +98,9 @@ def inspect_passage(
         kind=kind,
         start=start,
         stop=stop,
-        bits=nats / np.log(2),
+        bits=np.concatenate([[np.nan], nats / np.log(2)]),
         likely=likely,
-        likely_probability=np.exp(np.take_along_axis(log_p, likely, axis=-1)),
+        likely_probability=np.exp(likely_log_p),
         totals=summarize(statistics),
         **per_token,
     )
@@ -135,14 +133,18 @@ def _forward(
     *,
     config: ModelConfig,
     max_budget_scale: float,
-) -> Any:
-    return merge(structure(config), params)(
+) -> tuple[Float[Array, "M"], Float[Array, "L n"], Int[Array, "L n"], Statistics]:
+    """-log p of all tokens but the first, the most probable next ones, and the statistics."""
+    logits, statistics = merge(structure(config), params)(
         tokens,
         budget=causal_budget(config),
         detail="resources",
         budget_scale=budget_scale,
         max_budget_scale=max_budget_scale,
     )
+    log_p = jax.nn.log_softmax(logits[0])
+    nats = -jnp.take_along_axis(log_p[:-1], tokens[0, 1:, None], axis=-1)[:, 0]
+    return nats, *jax.lax.top_k(log_p, LIKELY), statistics
 
 
 def has_local_rank(config: AAMoEConfig) -> bool:
