@@ -4,7 +4,8 @@
 
 Both models have the same width and depth, decode one row, and hold a full cache of random keys and values: nothing is
 prefilled, and what a token costs does not depend on what the numbers are, but for the budgets, which a random w_B makes
-as uneven as they are in use. At every context the models take turns, token by token.
+as uneven as they are in use. At every context the models take turns, a few tokens each: long enough that a model finds
+its parameters where it left them, as it does when it decodes alone, and the other has not just swept them out.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ from aamoe_jax.model import LanguageModel, split
 from benchmarks import measure
 
 FLAGS = flags.FLAGS
-WARM_UP = 10
-"""Tokens before the clock counts: the first step compiles."""
+TURN = 20
+"""Timed tokens of one model before it is the other's turn."""
+WARM_UP = 3
+"""Tokens before the clock counts: at every turn, to find the caches warm; the very first compiles."""
 MODELS = {"aamoe": ("aamoe",), "dense": ("parallel",)}
 
 
 def define_flags() -> None:
     """The flags of this program."""
     flags.DEFINE_list("contexts", ["1024", "4096", "16384", "65536"], "Tokens in the cache, ascending.")
-    flags.DEFINE_integer("tokens", 100, "Timed tokens of each model at each context.", lower_bound=1)
+    flags.DEFINE_integer("turns", 10, f"Turns of each model at each context, of {TURN} timed tokens.", lower_bound=1)
     flags.DEFINE_integer("layers", 4, "Depth.", lower_bound=1)
     flags.DEFINE_integer("width", 256, "d.", lower_bound=1)
     flags.DEFINE_integer("heads", 4, "H.", lower_bound=1)
@@ -112,21 +115,19 @@ class Run:
         return sum(int(cache.spent[0]) for cache in caches if isinstance(cache, Cache))
 
 
-def measure_context(context: int, *, tokens: int) -> dict[str, Any]:
+def measure_context(context: int, *, turns: int) -> dict[str, Any]:
     """The row of one context: the clock runs over its last tokens."""
+    tokens = turns * (WARM_UP + TURN)
     runs = {}
     for name, pattern in MODELS.items():
         config = model_config(pattern)
         decoder = Decoder(config, random_params(config), length=context)
-        runs[name] = Run(decoder, full_state(decoder, context - WARM_UP - tokens, FLAGS.beta))
-    for _ in range(WARM_UP):
-        for run in runs.values():
-            run.step()
+        runs[name] = Run(decoder, full_state(decoder, context - tokens, FLAGS.beta))
     before = runs["aamoe"].spent()
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(tokens):
+    for _ in range(turns):
         for name, run in runs.items():
-            times[name].append(run.step())
+            times[name] += [run.step() for _ in range(WARM_UP + TURN)][WARM_UP:]
     pairs = (runs["aamoe"].spent() - before) / tokens
     row: dict[str, Any] = {"context": context, "pairs_per_token": pairs / FLAGS.layers}
     for name, run in runs.items():
@@ -198,13 +199,13 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
     rows = []
     for context in map(int, FLAGS.contexts):
-        rows.append(measure_context(context, tokens=FLAGS.tokens))
+        rows.append(measure_context(context, turns=FLAGS.turns))
         print(f"context {context}: speed-up {rows[-1]['speed_up']:.1f}", file=sys.stderr, flush=True)
     record = {
         "command": shlex.join(["python", "-m", "benchmarks.decode", *sys.argv[1:]]),
         "machine": measure.machine(),
         "setting": setting(),
-        "tokens": FLAGS.tokens,
+        "tokens": FLAGS.turns * TURN,
         "read_gigabytes_per_second": read_bandwidth(),
         "rows": rows,
     }

@@ -17,7 +17,7 @@ def test_it_runs_and_writes_both_tables(tmp_path):
     output = tmp_path / "decode.json"
     small = ["--layers=1", "--width=16", "--heads=2", "--chunk_size=8", "--experts=4", f"--output={output}"]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.decode", "--contexts=64,128", "--tokens=3", *small],
+        [sys.executable, "-m", "benchmarks.decode", "--contexts=64,128", "--turns=1", *small],
         capture_output=True,
         text=True,
     )
