@@ -1,27 +1,45 @@
 """Evaluates a checkpoint on held-out text, under causal budgets.
 
     python -m launch.evaluate --checkpoint=runs/quickstart
+    python -m launch.evaluate --checkpoint=runs/row --budget=all
+    python -m launch.evaluate --checkpoint=runs/quickstart --sweep=budget
 
-The config comes out of the checkpoint. Prints a table and writes evaluation-SPLIT-BUDGET-STEP.json into the run folder.
+The config comes out of the checkpoint. Prints a table, and writes evaluation-SPLIT-BUDGET-STEP.json into the run
+folder; of a sweep also a picture. Beside every figure stands what a probe of causality saw on the first batch.
 """
 
 from __future__ import annotations
 
-import json
+import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import flags
 
-from aamoe_jax.config import ConfigError, DataConfig
-from aamoe_jax.data import dataset_metadata, documents_of, evaluation_batches, load_tokenizer
-from aamoe_jax.evaluation import baselines
-from aamoe_jax.evaluation.perplexity import Evaluation, causal_budget, evaluate, flip_rate, leakage_gap
+from aamoe_jax.analysis import sweep_pictures
+from aamoe_jax.config import ConfigError, DataConfig, ModelConfig, to_dict
+from aamoe_jax.data import dataset_metadata, documents_of, load_tokenizer
+from aamoe_jax.evaluation import baselines, report
+from aamoe_jax.evaluation.perplexity import (
+    Evaluator,
+    budget_modes,
+    causal_budget,
+    flip_rate,
+    leakage_gap,
+    predictor_figures,
+    require_budget_scale,
+)
+from aamoe_jax.evaluation.sweeps import BUDGET_SCALES, LENGTH_FACTORS, budget_sweep, held_out, length_sweep
+from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.model import structure
-from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
+from aamoe_jax.training.checkpoints import Checkpoint, library_versions, load_checkpoint
 from launch import program
 
 FLAGS = flags.FLAGS
+Record = dict[str, Any]
 
 
 def define_flags() -> None:
@@ -33,43 +51,112 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "budget",
         "causal",
-        ["causal", "row"],
+        ["causal", "row", "prefix", "predictor", "predictor_uncapped", "all"],
         "`causal`: prefix budgets, or the predictor under the cap where the model trained on row budgets. `row`: the "
-        "training budgets of the paper, which see the future: no honest perplexity, shown beside the causal one.",
+        "training budgets of the paper, which see the future: no honest perplexity, shown beside the causal one. "
+        "`prefix`, `predictor`, `predictor_uncapped`: by name. `all`: side by side, as many as the model has.",
+    )
+    flags.DEFINE_float("budget_scale", 1.0, "The dial: multiplies the budget of every token.")
+    flags.DEFINE_enum(
+        "sweep",
+        "none",
+        ["none", "budget", "length"],
+        "`budget`: along the dial. `length`: in rows of other lengths, with the budget per token and per row fixed.",
+    )
+    flags.DEFINE_list(
+        "sweep_points",
+        [],
+        f"Of a budget sweep the settings of the dial, {','.join(map(str, BUDGET_SCALES))} if not given; of a length "
+        f"sweep multiples of the training length, {','.join(map(str, LENGTH_FACTORS))} if not given.",
+    )
+    flags.DEFINE_integer(
+        "max_batches", None, "Only the text of the first so many batches: a quick look.", lower_bound=1
     )
     flags.DEFINE_integer("batch_size", 8, "Rows per forward pass.", lower_bound=1)
     flags.DEFINE_string("data_dir", None, "Where prepared datasets lie; the run's folder if not given.")
     flags.DEFINE_string("output", None, "JSON file to write; inside the run folder if not given.")
 
 
-def evaluate_dataset(checkpoint: Checkpoint, data: DataConfig, name: str) -> dict[str, Any]:
-    """The record of one dataset under causal budgets; row budgets beside them when asked for by name.
+# What is asked.
 
-    What row budgets gain by seeing the future is always told of a model that was trained on them.
+
+def asked_budgets(model: ModelConfig) -> tuple[BudgetMode, ...]:
+    """The budgets to show; row budgets never stand alone.
+
+    Raises:
+      ConfigError: the model does not have what was asked for.
+    """
+    offered = budget_modes(model)
+    if not offered:
+        for flag in ("budget", "budget_scale"):
+            if FLAGS[flag].present and FLAGS[flag].value != FLAGS[flag].default:
+                raise ConfigError(f"--{flag}={FLAGS[flag].value}: this model has no AA-MoE layer, so it has no budgets")
+        return (causal_budget(model),)
+    if FLAGS.budget == "all":
+        return offered
+    if FLAGS.budget in ("causal", "row"):
+        return (causal_budget(model),) if FLAGS.budget == "causal" else (causal_budget(model), "row")
+    if FLAGS.budget not in offered:
+        raise ConfigError(
+            f"--budget={FLAGS.budget}: this model was trained on prefix budgets and has no budget predictor"
+        )
+    return (FLAGS.budget,)
+
+
+def swept_budget(model: ModelConfig) -> BudgetMode:
+    """The one kind of budget that is swept.
+
+    Raises:
+      ConfigError: flags that contradict each other, or a dial that the model does not have.
+    """
+    if FLAGS.budget == "all":
+        raise ConfigError(f"--budget=all: --sweep={FLAGS.sweep} takes one kind of budget")
+    if FLAGS.budget_scale != 1:
+        raise ConfigError(f"--budget_scale={FLAGS.budget_scale}: --sweep={FLAGS.sweep} turns the dial itself")
+    if FLAGS.sweep == "budget" and not budget_modes(model):
+        raise ConfigError("--sweep=budget: this model has no AA-MoE layer, so it has no budgets")
+    return asked_budgets(model)[-1]
+
+
+def sweep_points() -> tuple[float, ...]:
+    """The numbers of --sweep_points.
+
+    Raises:
+      ConfigError: one of them is not a positive number.
+    """
+    if not FLAGS.sweep_points:
+        return BUDGET_SCALES if FLAGS.sweep == "budget" else LENGTH_FACTORS
+    try:
+        return tuple(sorted({require_budget_scale(float(point)) for point in FLAGS.sweep_points}))
+    except ValueError as error:
+        wanted = "must be positive numbers, such as 0.5,1,2"
+        raise ConfigError(f"--sweep_points={','.join(FLAGS.sweep_points)}: {wanted}") from error
+
+
+# What is measured.
+
+
+def evaluate_dataset(checkpoint: Checkpoint, data: DataConfig, name: str) -> Record:
+    """The record of one dataset under the budgets that were asked for.
+
+    What row budgets gain by seeing the future, and how well they are guessed, is always told of a model that was
+    trained on them.
     """
     model = checkpoint.config.model
-    batches = evaluation_batches(data, name, split=FLAGS.split, batch_size=FLAGS.batch_size)
+    shown = asked_budgets(model)
+    batches = _held_out(data, name, data.seq_len)
     byte_lengths = load_tokenizer(data.tokenizer).byte_lengths
-
-    def under(budget: str) -> Evaluation:
-        return evaluate(structure(model), checkpoint.params, model, batches, byte_lengths, budget=budget)
-
-    has_budgets = "aamoe" in model.pattern
-    if FLAGS.budget == "row" and not has_budgets:
-        raise ConfigError("--budget=row: this model has no AA-MoE layer, so it has no budgets")
-    causal = under(causal_budget(model))
-    record = {"dataset": name, "split": FLAGS.split, "causal": causal.to_dict()}
-    if not has_budgets:
-        record["causal"]["budget"] = None
-    record["corpus_digest"] = dataset_metadata(data, name)["corpus_digest"]
-    trained_on_row = has_budgets and model.aamoe.budget.normalizer == "row"
-    if trained_on_row or FLAGS.budget == "row":
-        row = under("row")
-        record["leakage_gap"] = leakage_gap(causal, row)
-        if trained_on_row:
-            record["flip_rate"] = flip_rate(row)
-        if FLAGS.budget == "row":
-            record["row"] = row.to_dict()
+    trained_on_row = "predictor" in budget_modes(model)
+    found = {}
+    for budget in dict.fromkeys((*shown, "row") if trained_on_row else shown):
+        evaluator = Evaluator(structure(model), model, budget=budget, max_budget_scale=max(1.0, FLAGS.budget_scale))
+        found[budget] = evaluator.probed(checkpoint.params, batches, byte_lengths, budget_scale=FLAGS.budget_scale)
+    record = _dataset_record(data, name) | {"budgets": {budget: found[budget].to_dict() for budget in shown}}
+    if "row" in found:
+        for budget in shown:
+            record["budgets"][budget]["gap_to_row"] = leakage_gap(found[budget], found["row"])
+    if trained_on_row:
+        record |= {"flip_rate": flip_rate(found["row"]), "predictor": predictor_figures(found["row"])}
     heldout = b"".join(documents_of(data, name, FLAGS.split))
     train = b"".join(documents_of(data, name, "train"))
     record["baselines"] = {
@@ -79,42 +166,113 @@ def evaluate_dataset(checkpoint: Checkpoint, data: DataConfig, name: str) -> dic
     return record
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    """The records as a text table."""
-    lines = [f"{'dataset':<14}{'budgets':<22}{'bits/byte':>10}{'nats/token':>12}{'perplexity':>12}{'MFLOP/token':>13}"]
-    for record in records:
-        causal = record["causal"]
-        lines.append(_row(record["dataset"], f"{causal['budget']} (causal)" if causal["budget"] else "-", causal))
-        if "row" in record:
-            lines.append(_row("", "row (sees the future)", record["row"]))
-        if "leakage_gap" in record:
-            flips = f", flip rate {record['flip_rate']:.3f}" if "flip_rate" in record else ""
-            lines.append(f"{'':<14}leakage gap of row budgets {record['leakage_gap']:+.4f} bits/byte{flips}")
-        lines += [f"{'':<14}{name:<22}{bits:>10.3f}" for name, bits in record["baselines"].items()]
-    return "\n".join(lines)
+def sweep_dataset(checkpoint: Checkpoint, data: DataConfig, name: str) -> Record:
+    """The record of one dataset along the dial, or in rows of several lengths."""
+    model, points = checkpoint.config.model, sweep_points()
+    budget, record = swept_budget(model), _dataset_record(data, name)
+    start = (structure(model), checkpoint.params, model)
+    byte_lengths = load_tokenizer(data.tokenizer).byte_lengths
+    if FLAGS.sweep == "budget":
+        batches = _held_out(data, name, data.seq_len)
+        swept = budget_sweep(*start, batches, byte_lengths, budget=budget, scales=points)
+    else:
+        swept = length_sweep(
+            *start,
+            lambda length: _held_out(data, name, length),
+            byte_lengths,
+            budget=budget,
+            trained_length=data.seq_len,
+            factors=points,
+        )
+    return record | {"points": [point.to_dict() for point in swept]}
 
 
-def _row(name: str, budget: str, figures: dict[str, Any]) -> str:
-    numbers = f"{figures['bits_per_byte']:>10.3f}{figures['nats_per_token']:>12.3f}{figures['perplexity']:>12.2f}"
-    return f"{name:<14}{budget:<22}{numbers}{figures['flops_per_token'] / 1e6:>13.2f}"
+def _held_out(data: DataConfig, name: str, length: float):
+    return held_out(data, name, FLAGS.split, length=length, batch_size=FLAGS.batch_size, max_batches=FLAGS.max_batches)
+
+
+def _dataset_record(data: DataConfig, name: str) -> Record:
+    return {"dataset": name, "split": FLAGS.split, "corpus_digest": dataset_metadata(data, name)["corpus_digest"]}
+
+
+# What is told.
+
+
+def tables(results: list[Record]) -> str:
+    """All results as text."""
+    if FLAGS.sweep == "none":
+        predictors = [
+            f"{result['dataset']}: {report.predictor_table(result['predictor'], result['flip_rate'])}"
+            for result in results
+            if "predictor" in result
+        ]
+        return "\n\n".join([report.budgets_table(results), *predictors])
+    table = report.budget_sweep_table if FLAGS.sweep == "budget" else report.length_sweep_table
+    budgets = next(measured(results[0]))["budget"]
+    parts = [f"{result['dataset']}, {report.budget_label(budgets)}\n{table(result['points'])}" for result in results]
+    return "\n\n".join([*parts, report.PAST_MOVES])
+
+
+def measured(result: Record) -> Iterator[Record]:
+    """Every evaluation inside the result of a dataset."""
+    yield from result.get("budgets", {}).values()
+    for point in result.get("points", []):
+        yield from point["fixed"].values() if "fixed" in point else [point]
+
+
+def output_path(step: int) -> Path:
+    """Everything that tells one evaluation of a run from another is in the name."""
+    if FLAGS.output:
+        return Path(FLAGS.output)
+    kind = "evaluation" if FLAGS.sweep == "none" else f"{FLAGS.sweep}_sweep"
+    parts = [kind, FLAGS.split, FLAGS.budget]
+    parts += [f"scale{FLAGS.budget_scale:g}"] if FLAGS.budget_scale != 1 else []
+    parts += [f"at{'_'.join(FLAGS.sweep_points)}"] if FLAGS.sweep_points else []
+    parts += [f"first{FLAGS.max_batches}"] if FLAGS.max_batches else []
+    return program.run_folder(FLAGS.checkpoint) / ("-".join([*parts, f"step{step}", *FLAGS.datasets]) + ".json")
+
+
+def write(record: Record, output: Path) -> None:
+    """The JSON, and one picture per dataset of a sweep."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(report.as_json(record))
+    print(f"written to {output}")
+    if FLAGS.sweep == "none":
+        return
+    draw = sweep_pictures.budget_sweep if FLAGS.sweep == "budget" else sweep_pictures.length_sweep
+    for result in record["results"]:
+        name = output.stem if len(record["results"]) == 1 else f"{output.stem}-{result['dataset'].replace(':', '_')}"
+        picture = output.with_name(f"{name}.png")
+        draw(result["points"], picture)
+        print(f"picture {picture}")
 
 
 def main(argv: list[str]) -> None:
     program.refuse_arguments(argv)
+    require_budget_scale(FLAGS.budget_scale)
     checkpoint = load_checkpoint(FLAGS.checkpoint, which=FLAGS.which)
-    data = program.data_config(checkpoint.config, FLAGS.data_dir)
-    names = FLAGS.datasets or [name for name, _ in data.mixture]
-    records = [evaluate_dataset(checkpoint, data, name) for name in names]
-    print(f"checkpoint of step {checkpoint.step}, {FLAGS.split} split")
-    print(table(records))
-    # Everything that tells one evaluation of a run from another is in the name.
-    name = "-".join(["evaluation", FLAGS.split, FLAGS.budget, f"step{checkpoint.step}", *FLAGS.datasets]) + ".json"
-    output = Path(FLAGS.output) if FLAGS.output else program.run_folder(FLAGS.checkpoint) / name
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(
-        json.dumps({"checkpoint": FLAGS.checkpoint, "step": checkpoint.step, "results": records}, indent=1) + "\n"
-    )
-    print(f"written to {output}")
+    model, data = checkpoint.config.model, program.data_config(checkpoint.config, FLAGS.data_dir)
+    measure = evaluate_dataset if FLAGS.sweep == "none" else sweep_dataset
+    results = [measure(checkpoint, data, name) for name in FLAGS.datasets or [name for name, _ in data.mixture]]
+    part = f", the first {FLAGS.max_batches} batches alone: a part" if FLAGS.max_batches else ""
+    dial = f", every budget times {report.fraction(FLAGS.budget_scale)}" if FLAGS.budget_scale != 1 else ""
+    print(f"checkpoint of step {checkpoint.step}, {FLAGS.split} split{part}{dial}")
+    print(tables(results))
+    exact = model.dtype == "float32" and jax.default_backend() == "cpu"
+    warnings = report.causality_warnings((item for result in results for item in measured(result)), exact=exact)
+    print("\n".join(warnings), end="\n" if warnings else "", file=sys.stderr)
+    record = {
+        "command": shlex.join(["python", "-m", "launch.evaluate", *sys.argv[1:]]),
+        "checkpoint": FLAGS.checkpoint,
+        "step": checkpoint.step,
+        "max_batches": FLAGS.max_batches,
+        "device": jax.devices()[0].device_kind,
+        "versions": library_versions(),
+        "warnings": warnings,
+        "config": to_dict(checkpoint.config),
+        "results": results,
+    }
+    write(record, output_path(checkpoint.step))
 
 
 if __name__ == "__main__":

@@ -89,4 +89,6 @@ def probe(
 
 @jax.jit
 def _largest_change(left: Float[Array, "b L V"], right: Float[Array, "b L V"]) -> Float[Array, "L"]:
-    return jnp.abs(left - right).max(axis=(0, 2))
+    change = jnp.abs(left - right)
+    # XLA's maximum on a CPU passes over NaN, and would call a broken model causal.
+    return jnp.where(jnp.isnan(change).any(axis=(0, 2)), jnp.nan, change.max(axis=(0, 2)))

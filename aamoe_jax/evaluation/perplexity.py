@@ -46,6 +46,8 @@ class Evaluation:
     """FLOPs spent by the forward passes, padding included."""
     statistics: dict[str, Any]
     """`aamoe.statistics.summarize`: lists with one figure per AA-MoE layer."""
+    causality: Causality | None = None
+    """What the probe saw on the first batch, where it was run."""
 
     @property
     def nats_per_token(self) -> float:
@@ -86,6 +88,7 @@ class Evaluation:
             "flops_per_token": self.flops_per_token,
             "spent": self.spent,
             "clip_rate": self.clip_rate,
+            "causality": self.causality.to_dict() if self.causality else None,
             "nll_by_position": [None if np.isnan(x) else round(float(x), 5) for x in self.nll_by_position],
             "statistics": self.statistics,
         }
@@ -177,14 +180,26 @@ class Evaluator:
             statistics=summarize(statistics),
         )
 
-    def causality(self, params: dict[str, Any], batch: Batch, *, budget_scale: float = 1.0, rows: int = 2) -> Causality:
+    def probed(
+        self,
+        params: dict[str, Any],
+        batches: Sequence[Batch],
+        byte_lengths: Int[np.ndarray, "V"],
+        *,
+        budget_scale: float = 1.0,
+    ) -> Evaluation:
+        """The same with `causality` found on the first batch."""
+        evaluation = self(params, batches, byte_lengths, budget_scale=budget_scale)
+        causality = self.probe(params, batches[0], budget_scale=budget_scale)
+        return dataclasses.replace(evaluation, causality=causality)
+
+    def probe(self, params: dict[str, Any], batch: Batch, *, budget_scale: float = 1.0, rows: int = 2) -> Causality:
         """Probes the model on the first rows of a batch, at a few cuts."""
         scale, part = self._traced(budget_scale), {name: value[:rows] for name, value in batch.items()}
-        cuts = default_cuts(batch["tokens"].shape[1], self._config.aamoe.chunk_size)
         return probe(
             lambda tokens: self._logits(params, part | {"tokens": tokens}, scale),
             part["tokens"],
-            cuts,
+            default_cuts(part["tokens"].shape[1], self._config.aamoe.chunk_size),
             vocab_size=self._config.vocab_size,
         )
 
