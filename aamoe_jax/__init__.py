@@ -13,6 +13,9 @@ from aamoe_jax.config import (
     OptimizerConfig,
     TrainingConfig,
 )
+from aamoe_jax.generation.decoder import Decoder
+from aamoe_jax.generation.generate import generate, stream
+from aamoe_jax.generation.sampling import Sampling
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.model import LanguageModel, merge, split, structure
 
@@ -24,13 +27,17 @@ __all__ = [
     "ConfigError",
     "Context",
     "DataConfig",
+    "Decoder",
     "ExperimentConfig",
     "LanguageModel",
     "ModelConfig",
     "OptimizerConfig",
+    "Sampling",
     "TrainingConfig",
+    "generate",
     "merge",
     "split",
+    "stream",
     "structure",
     "summarize",
 ]
