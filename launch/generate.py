@@ -20,6 +20,7 @@ from absl import flags
 from aamoe_jax.config import ConfigError
 from aamoe_jax.data import load_tokenizer
 from aamoe_jax.data.tokenizers import Tokenizer
+from aamoe_jax.evaluation.perplexity import require_budget_scale
 from aamoe_jax.generation.decoder import Decoder
 from aamoe_jax.generation.generate import stream
 from aamoe_jax.generation.sampling import Sampling
@@ -80,8 +81,7 @@ class Printer:
 
 def main(argv: list[str]) -> None:
     program.refuse_arguments(argv)
-    if not (FLAGS.budget_scale > 0 and np.isfinite(FLAGS.budget_scale)):
-        raise ConfigError(f"budget_scale = {FLAGS.budget_scale}: must be a positive number")
+    require_budget_scale(FLAGS.budget_scale)
     sampling = Sampling(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
     texts = read_prompts()
     checkpoint = load_checkpoint(FLAGS.checkpoint, which=FLAGS.which)

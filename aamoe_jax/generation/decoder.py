@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from aamoe_jax.config import ConfigError, ModelConfig
-from aamoe_jax.evaluation.perplexity import causal_budget
+from aamoe_jax.evaluation.perplexity import causal_budget, require_budget_scale
 from aamoe_jax.generation.sampling import Sampling, draw
 from aamoe_jax.mixers.base import BudgetMode, Cache, Context
 from aamoe_jax.model import LanguageModel, betas_of_periods, merge, structure
@@ -107,8 +107,9 @@ class Decoder:
         """The state after prompts, one per row, of any lengths.
 
         Raises:
-          ConfigError: for an empty prompt, or one that does not leave room for a token.
+          ConfigError: for an empty prompt, one that does not leave room for a token, or a dial out of range.
         """
+        self.check_scale(budget_scale)
         lengths = [len(prompt) for prompt in prompts]
         if not lengths or min(lengths) == 0:
             raise ConfigError("prompt = '': give at least one token to continue")
@@ -127,6 +128,12 @@ class Decoder:
             x, filled = _prefill_period(self.plan, ends, period, index, x, counts, empty, budget_scale)
             caches.append(filled)
         return State(caches, jnp.asarray(counts), _last_logits(self.plan, self.params, x, counts))
+
+    def check_scale(self, budget_scale: float) -> None:
+        """Refuses a dial that is not a positive number, or for which shapes leave no room."""
+        if require_budget_scale(budget_scale) > self.plan.max_budget_scale:
+            most = self.plan.max_budget_scale
+            raise ConfigError(f"budget_scale = {budget_scale}: must be at most max_budget_scale = {most}")
 
     def append(self, state: State, tokens: Int[np.ndarray, "b"], *, budget_scale: float = 1.0) -> State:
         """The state after one more token in every row, given from outside."""

@@ -38,6 +38,7 @@ def stream(
     Raises:
       ConfigError: for prompts that do not fit, and scales out of range.
     """
+    decoder.check_scale(budget_scale)
     longest = max((len(prompt) for prompt in prompts), default=0)
     if longest + new_tokens > decoder.length:
         raise ConfigError(

@@ -107,6 +107,9 @@ def test_what_cannot_be_decoded_is_refused():
             decoder.prefill(prompts)
     with pytest.raises(ConfigError, match=f"prompt: {M} tokens do not fit into a cache for {M}"):
         decoder.prefill([prompt])
+    for scale, message in ((0.0, "must be a positive number"), (1.5, "must be at most max_budget_scale = 1.0")):
+        with pytest.raises(ConfigError, match=message):
+            decoder.prefill([prompt[:3]], budget_scale=scale)
     with pytest.raises(ConfigError, match="budget = 'row': row budgets see the future"):
         Decoder(config, params, length=M, budget="row")
     with pytest.raises(ConfigError, match="budget = 'predictor': this model has no budget predictor"):
