@@ -250,6 +250,9 @@ def write(record: Record, output: Path) -> None:
 def main(argv: list[str]) -> None:
     program.refuse_arguments(argv)
     require_budget_scale(FLAGS.budget_scale)
+    if FLAGS.sweep_points and FLAGS.sweep == "none":
+        given = ",".join(FLAGS.sweep_points)
+        raise ConfigError(f"--sweep_points={given}: give --sweep=budget or --sweep=length with it")
     checkpoint = load_checkpoint(FLAGS.checkpoint, which=FLAGS.which)
     model, data = checkpoint.config.model, program.data_config(checkpoint.config, FLAGS.data_dir)
     measure = evaluate_dataset if FLAGS.sweep == "none" else sweep_dataset

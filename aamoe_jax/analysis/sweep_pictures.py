@@ -141,8 +141,8 @@ def _draw_positions(axes: Axes, points: Sequence[Record], fixed: str) -> None:
         nll = np.array(point["fixed"][fixed]["nll_by_position"], float)
         centre, mean = by_octave(nll)
         axes.plot(centre, mean, color=colour, linewidth=1.5, label=f"{point['length']:g}")
-    ticks = [2**power for power in range(3, int(np.log2(longest)) + 1, 2)]
-    _fitted(axes, ticks, [str(tick) for tick in ticks])
+    ticks = [2.0**power for power in range(3, int(np.log2(longest)) + 1, 2)]
+    _fitted(axes, ticks, [f"{tick:g}" for tick in ticks])
     title = f"Loss by position, {FIXED[fixed][0].split(':')[0]}"
     axes.set(title=title, xlabel="position in the row", ylabel="nats per token")
 

@@ -1,5 +1,9 @@
 """Budgets: shares of B, their floors, the cap, the predictor (AA-11, AA-12, AA-28, AA-29)."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +22,9 @@ from aamoe_jax.aamoe.budget import (
     row_budgets,
 )
 from aamoe_jax.config import BudgetConfig
+from aamoe_jax.model import merge, structure
+from tests.aamoe.helpers import M, model_config
+from tests.evaluation.helpers import random_params
 
 
 @pytest.mark.parametrize("length", [1000, 1536])
@@ -100,6 +107,75 @@ def test_the_cap_is_blind_to_the_future():
     changed = wanted.at[0, 30:].set(0)
     before, after = (cap_spending(w, real, 3.0, 5) for w in (wanted, changed))
     assert (before[0, :30] == after[0, :30]).all()
+
+
+BETAS, SLACK, LENGTH, MAX_SCALE = (1.5, 4.0), 5, 4 * M + 3, 3.0
+
+
+@functools.cache
+def spender(budget: str) -> tuple[Callable, dict[str, Any]]:
+    """(params, tokens, segment_ids, scale) -> what two whole layers gave to every token; and parameters for it."""
+    config = model_config(beta=BETAS, normalizer="row", slack=SLACK)
+
+    @jax.jit
+    def spent(params, tokens, segment_ids, scale):
+        options = {"budget": budget, "detail": "tokens", "budget_scale": scale, "max_budget_scale": MAX_SCALE}
+        return merge(structure(config), params)(tokens, segment_ids, **options)[1]["spent"]
+
+    return spent, random_params(config)
+
+
+def absurd(params: dict[str, Any], weight: float, bias: float) -> dict[str, Any]:
+    """The same with a predictor and an importance of any size."""
+
+    def change(path, leaf):
+        name = path[-1].key
+        if name in ("importance", "hidden_kernel", "output_kernel"):
+            return np.float32(weight) * leaf
+        return np.full_like(leaf, bias) if name == "output_bias" else leaf
+
+    return jax.tree_util.tree_map_with_path(change, params)
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(
+    budget=st.sampled_from(["predictor", "prefix"]),
+    weight=st.sampled_from([0.0, 1.0, 30.0, 1e4, 1e15]),
+    bias=st.sampled_from([-1e30, -3.0, 0.0, 50.0, 1e9, 1e30]),
+    scale=st.floats(0.0625, MAX_SCALE, width=32),
+    lengths=st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)),
+    seed=st.integers(0, 99),
+    cut=st.integers(1, LENGTH - 1),
+)
+def test_no_layer_spends_past_the_cap_whatever_is_predicted(budget, weight, bias, scale, lengths, seed, cut):
+    """Decision 23 of whole layers: at every token the running spend is within beta * i + slack, and no later token
+    changes it."""
+    spent_of, params = spender(budget)
+    params = absurd(params, weight, bias)
+    generator = np.random.default_rng(seed)
+    tokens, other = generator.integers(0, 384, (2, 2, LENGTH)).astype(np.int32)
+    segments = (np.arange(LENGTH) < np.array(lengths)[:, None]) * (1 + (np.arange(LENGTH) >= 2 * M))
+    segments = segments.astype(np.int32)
+    spent = np.asarray(spent_of(params, tokens, segments, np.float32(scale)))
+    assert not spent[:, segments == 0].any()
+    allowed = np.multiply.outer(np.array(BETAS) * scale, np.cumsum(segments > 0, axis=1)) + SLACK
+    assert (spent >= 0).all()
+    assert (np.cumsum(spent, axis=-1) <= allowed + 1e-3).all()
+    changed = np.where(np.arange(LENGTH) < cut, tokens, other)
+    later = np.asarray(spent_of(params, changed, segments, np.float32(scale)))
+    np.testing.assert_array_equal(later[..., :cut], spent[..., :cut])
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 1.5])
+def test_a_greedy_predictor_gets_all_of_the_cap_and_no_more(scale):
+    """So that the bound above is not kept by spending nothing."""
+    spent_of, params = spender("predictor")
+    tokens = np.random.default_rng(0).integers(0, 384, (2, LENGTH)).astype(np.int32)
+    spent = np.asarray(spent_of(absurd(params, 0.0, 1e9), tokens, np.ones_like(tokens), np.float32(scale)))
+    for layer, beta in enumerate(BETAS):
+        allowance = np.floor(beta * scale * np.arange(1, LENGTH + 1) + 1e-4) + SLACK
+        running = np.cumsum(spent[layer], axis=-1)
+        assert (running[:, LENGTH // 2 :] == allowance[LENGTH // 2 :]).all()
 
 
 def test_the_predictor_starts_at_beta_and_leaves_its_input_alone():
