@@ -161,7 +161,7 @@ def length_sweep_table(points: Sequence[Record]) -> str:
         f"{'past moves':>12}"
     ]
     for point in points:
-        start = f"{point['length']:<8g}{fraction(point['factor']):<8}"
+        start = f"{point['length']:<8.10g}{fraction(point['factor']):<8}"
         if point["skipped"]:
             lines.append(f"{start}skipped: {point['skipped']}")
         for fixed, record in point["fixed"].items():
