@@ -1,4 +1,5 @@
 # Two commands: `make train` and `make test`. Both install into .venv first, from setup.cfg and constraints.txt alone.
+# `make test-aot` compiles the kernels for absent TPUs, with libtpu, in an environment of its own.
 
 PYTHON ?= python3
 RUN ?= runs/quickstart
@@ -9,7 +10,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # Big buffers on huge pages: XLA takes fresh ones every step, and their first touch is dear page by page.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: train test lint clean
+.PHONY: train test test-aot lint clean
 
 train: .venv/installed
 	$(BIN)/python -m launch.train --gin_file=quickstart.gin --run_dir=$(RUN)
@@ -19,6 +20,9 @@ train: .venv/installed
 
 test: .venv/installed lint
 	$(BIN)/python -m pytest -n 2 --dist=worksteal
+
+test-aot: .venv-aot/installed
+	.venv-aot/bin/python -m pytest tests/pallas_kernels/test_aot.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -33,5 +37,10 @@ lint: .venv/installed
 	  { set +x; echo "installed into .venv in $$(($$(date +%s) - start)) s"; }
 	@touch $@
 
+.venv-aot/installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-aot
+	.venv-aot/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[aot,dev]'
+	@touch $@
+
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot build *.egg-info .pytest_cache .ruff_cache .hypothesis

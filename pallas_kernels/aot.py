@@ -1,0 +1,115 @@
+"""Compile for TPUs that are not there: the real compilers, memory and schedule included, on any machine.
+
+Needs libtpu (extra `aot`). It reads its environment once, when it is loaded, so the work is done in a process of its
+own: `compile_apart` names a case, a function that returns what to compile and for which arguments.
+
+    compile_apart("v5e", "package.module:case", {"tokens": 2048}).temporary_bytes
+"""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+"""The smallest slice of every chip; any other name that the compiler knows will do in its place."""
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # the arrays of this process; with libtpu installed jax would look for a TPU
+    "TPU_SKIP_MDS_QUERY": "1",  # no questions to a cloud's metadata server
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # two such processes would collide on a lock file
+}
+DUMP_FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
+
+
+class Compiled(NamedTuple):
+    """What the compiler says of a program, in bytes a device."""
+
+    seconds: float
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    alias_bytes: int
+    code_bytes: int
+
+
+class CompileError(RuntimeError):
+    """The compiler refused: a program that would not run on the chip either."""
+
+
+def require_libtpu() -> None:
+    """Says what to install where the TPU compiler is missing."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise CompileError("libtpu is not installed; in an environment of its own: pip install -e '.[aot]' (BUILD.md)")
+
+
+def compile_for(chip: str, function: Callable, arguments: Any) -> jax.stages.Compiled:
+    """Compiles function(*arguments), a tree of shapes, for one device of `chip`; this process is in ENVIRONMENT."""
+    require_libtpu()
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES.get(chip, chip))
+    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    return jax.jit(function).lower(*arguments).compile()
+
+
+def compile_apart(chip: str, case: str, options: dict[str, Any], dump_to: Path | None = None) -> Compiled:
+    """Compiles `case` ("module:function", called with `options`) in a process of its own.
+
+    Args:
+      dump_to: a folder for the compiler's own notes, which `schedule` reads.
+    """
+    require_libtpu()
+    environment = os.environ | ENVIRONMENT
+    if dump_to is not None:
+        dump_to.mkdir(parents=True, exist_ok=True)
+        environment["LIBTPU_INIT_ARGS"] = DUMP_FLAGS.format(dump_to)
+    command = [sys.executable, "-m", "pallas_kernels.aot", chip, case, json.dumps(options)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise CompileError(f"{case} {options} for {chip}: {_last_words(result.stderr)}")
+    return Compiled(**json.loads(result.stdout.splitlines()[-1]))
+
+
+def _last_words(stderr: str) -> str:
+    """The exception and what follows it; without a traceback, the last lines."""
+    lines = stderr.splitlines()
+    raised = [i for i, line in enumerate(lines) if line and not line[0].isspace() and "Error" in line.split(":")[0]]
+    return "\n".join(lines[raised[-1] if raised else -5 :])[:2000]
+
+
+def _report(chip: str, case: str, options: dict[str, Any]) -> Compiled:
+    module, name = case.split(":")
+    function, arguments = getattr(importlib.import_module(module), name)(**options)
+    start = time.perf_counter()
+    memory = compile_for(chip, function, arguments).memory_analysis()
+    return Compiled(
+        seconds=time.perf_counter() - start,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        code_bytes=memory.generated_code_size_in_bytes,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("chip", help=f"one of {', '.join(TOPOLOGIES)}, or a topology such as v5p:4x4x4")
+    parser.add_argument("case", help="module:function that returns (function, arguments)")
+    parser.add_argument("options", nargs="?", default="{}", help="keyword arguments of the case, as JSON")
+    given = parser.parse_args()
+    print(json.dumps(_report(given.chip, given.case, json.loads(given.options))._asdict()))
+
+
+if __name__ == "__main__":
+    main()

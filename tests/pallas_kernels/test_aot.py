@@ -1,0 +1,51 @@
+"""The real TPU compilers, where libtpu is installed: `make test-aot`."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+from pallas_kernels import aot, schedule
+
+here = importlib.util.find_spec("libtpu") is not None
+needs_libtpu = pytest.mark.skipif(not here, reason="libtpu is not installed: make test-aot")
+
+
+def doubling(rows: int):
+    """A kernel of one vector operation a row block."""
+
+    def kernel(x, y):
+        y[...] = x[...] * 2.0
+
+    def double(x):
+        block = pl.BlockSpec((8, 128), lambda i: (i, 0))
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(
+            kernel, grid=(rows // 8,), in_specs=[block], out_specs=block, out_shape=shape, name="doubling"
+        )(x)
+
+    return double, (jax.ShapeDtypeStruct((rows, 128), jnp.float32),)
+
+
+@pytest.mark.skipif(here, reason="libtpu is installed")
+def test_without_libtpu_the_error_says_what_to_install():
+    with pytest.raises(aot.CompileError, match=r"pip install -e '\.\[aot\]'"):
+        aot.compile_apart("v5e", "tests.pallas_kernels.test_aot:doubling", {"rows": 64})
+
+
+@needs_libtpu
+@pytest.mark.parametrize("chip", aot.TOPOLOGIES)
+def test_every_chip_compiles_and_leaves_its_schedule(chip, tmp_path):
+    compiled = aot.compile_apart(chip, "tests.pallas_kernels.test_aot:doubling", {"rows": 64}, dump_to=tmp_path)
+    assert compiled.argument_bytes == compiled.output_bytes == 64 * 128 * 4
+    read = schedule.read(tmp_path, "doubling")
+    assert 0 < read.cycles_a_step < read.bundles
+    assert read.spills == 0
+
+
+@needs_libtpu
+def test_the_compiler_s_words_are_passed_on():
+    with pytest.raises(aot.CompileError, match=r"nowhere"):
+        aot.compile_apart("v5e", "tests.pallas_kernels.test_aot:nowhere", {})

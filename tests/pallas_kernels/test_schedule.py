@@ -1,0 +1,73 @@
+"""The reader of the compiler's schedules, on a listing thinned from a real one."""
+
+import pytest
+
+from pallas_kernels import schedule
+
+LISTING = """\
+= control target key start
+LB: loop body
+= control target key end
+     0   :  { %s15665_s18 = smov [#allocation6] /* materialized constant */ } /* entry bundle: %kernel.1 */
+  0x16   :  { %13284 = sbr.rel (%p13325_p0) target = $region1410 }
+  0x1f   :  {  %s15764_s11 = smov 0 /* copy for cssa */ } /* End region 1411 */
+  0x20 LB: > {  %s15611_s23 = sphi %s15746_s23, %s20608_s23 /* phi copy */ } /* Start region 1416 :: Start region 37 */
+  0x5b   : > { %355 = sbr.rel (%p15911_p12) target = $region40 /* a comment of
+second_minor_factor: 1 */ } /* End region 37 :: End region 38 */
+  0x73   : > { %442 = sbr.rel (%p13330_p7) target = $region64 } /* Start/End empty region 61 :: Start region 62 */
+  0x74   :  {}
+  0x75   :  {}
+  0x76   :  {}
+  0x77   :  {}
+  0x78 LB: >> {  %s15651_s5 = sphi %s15649_s5, %s448_s5 /* phi copy */ } /* Start region 1372 :: Start region 69 */
+  0x79   : >> {  %p445_p3 = scmp.ge.s32.totalorder %s448_s5, 2048 /* loop exit test */ }
+  0x7b   : > { %447 = sbr.rel (!%p445_p3) target = $region1372 }
+  0x7f   :  {} /* End region 63 :: End region 74 :: End region 1382 */
+  0x88 PF: > { %s16029_s20 = smov 0 /* copy for cssa */ } /* Start/End empty region 64 :: Start region 1389 */
+  0x89 LB: >> {  %s15659_s20 = sphi %s16029_s20, %s466_s20 /* phi copy */ } /* Start region 1394 :: Start region 83 */
+  0x92   : >> { %473 = vst [vmem:[%s16053_s26] sm:$0xff] /*vst_source=*/%v470_v2   }
+  0xb9   : >> {  %p463_p7 = scmp.ge.s32.totalorder %s466_s20, 16 /* loop exit test */ }
+  0xbb   : >> {  %465 = sbr.rel (!%p463_p7) target = $region1394   }
+  0xc0   :  {}
+  0xe2   : > { %v924_v25 = vld [vmem:[#allocation2 + $0xe80] ss:$8 sm:$0xf0] }
+ 0x10a   : > { %v700_v31 = vld [vmem:[#allocation2 + $0x80] ss:$8 sm:$0xf0] }
+ 0x132   : > { %v860_v1 = vld [vmem:[#allocation2 + $0xa80] ss:$8 sm:$0xf0]   }
+ 0xbba PF: > {  %s20608_s23 = smov %s15615_s24 } /* Start/End empty region 40 :: Start region 4 */
+ 0xbc3   : > {  %45 = sbr.rel (!%p42_p0) target = $region1416 }
+ 0xbc8 PF:  { %12741 = vsyncpa [#allocation10], 1 } /* Start/End empty region 1410 */
+"""
+USAGE = """\
+== CAPACTIY:
+MXU, XLU, VALU, VPOP, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU
+    4     3     4     2     1     3     3     1     1     2
+== UTILIZATION:
+3 1 2 0 0 1 0 1 0 0
+1 0 1 0 0 0 0 1 1 0
+"""
+
+
+def test_loops_their_trips_and_what_is_skipped():
+    bundles, loops = schedule.parse_loops(LISTING)
+    assert bundles == LISTING.count("{")
+    grid, zeroing, gather = loops
+    assert (grid.depth, grid.trips, grid.conditional) == (1, None, False)
+    assert (zeroing.depth, zeroing.bundles, zeroing.trips) == (2, 2, 2048)
+    assert zeroing.conditional
+    assert (gather.depth, gather.bundles, gather.trips, gather.conditional) == (2, 5, 16, False)
+    assert schedule.Schedule(bundles, loops, {}, 0).cycles_a_step == grid.bundles + 5 * 16
+
+
+def test_slots_and_spills():
+    slots, spills = schedule.parse_slots(USAGE)
+    assert spills == 1
+    assert (slots["MXU"], slots["VSTORE"], slots["SALU"]) == (0.5, 1.0, 0.0)
+
+
+def test_a_kernel_is_found_by_its_name_alone(tmp_path):
+    for name in ("17-kernel.1-72-final_bundles.txt", "17-kernel_too-72-final_bundles.txt"):
+        (tmp_path / name).write_text(LISTING)
+    (tmp_path / "17-kernel.1-71-schedule-analysis_final_bundles.txt").write_text("")
+    (tmp_path / "17-kernel.1-70-final_hlo-static-per-bundle-utilization.txt").write_text(USAGE)
+    assert schedule.read(tmp_path, "kernel").spills == 1
+    with pytest.raises(FileNotFoundError, match=r"\*-nothing-\*.*, found 0"):
+        schedule.read(tmp_path, "nothing")
