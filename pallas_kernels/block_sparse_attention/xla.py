@@ -50,7 +50,7 @@ def attend(
     if slots == 0:  # one slot that nobody uses, so that no shape below is zero
         pairs = Pairs(*(jnp.zeros_like(x, shape=(len(query), 1)) for x in pairs[:3]), jnp.zeros_like(pairs.count))
     max_pairs = max(1, min(max_pairs, pairs.resource.size))
-    inputs = _equally_varying((query, query_expert, key, value, pairs, window))
+    inputs = equally_varying((query, query_expert, key, value, pairs, window))
     tile, group = _tiling(max_pairs, *key.shape[:3])
     tables = tables_lib.build(
         inputs[4].resource, inputs[4].count, num_resources=len(key), max_pairs=max_pairs, tile=tile, slack=group - 1
@@ -67,7 +67,7 @@ def _tiling(max_pairs: int, resources: int, m: int, heads: int) -> tuple[int, in
     return tile, max(1, min(tiles, STEP_SCORES // (heads * tile * m)))
 
 
-def _equally_varying(tree):
+def equally_varying(tree):
     """Inside shard_map: let every array vary over the mesh axes that any of them varies over.
 
     Loops want carries of one type. Done outside the custom VJP, so that autodiff adds the sums over those axes.

@@ -46,6 +46,39 @@ def test_every_chip_compiles_and_leaves_its_schedule(chip, tmp_path):
 
 
 @needs_libtpu
+@pytest.mark.parametrize("name", ["forward", "backward"])
+@pytest.mark.parametrize("chip", aot.TOPOLOGIES)
+def test_block_sparse_attention_compiles_for_every_chip(chip, name, tmp_path):
+    aot.compile_apart(chip, "tests.pallas_kernels.chip_cases:kernel", {"name": name}, dump_to=tmp_path)
+    bundles_a_pair = schedule.read(tmp_path, f"block_sparse_attention_{name}").cycles_a_step / 512
+    assert 5 < bundles_a_pair < 18
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"heads": 16},
+        {"d": 64, "heads": 16},
+        {"d": 256, "heads": 4},
+        {"m": 64},
+        {"m": 512, "tile": 256},
+        {"dtype": "float32", "tile": 256},
+    ],
+    ids=str,
+)
+def test_block_sparse_attention_compiles_for_other_shapes(shape, name):
+    aot.compile_apart("v5e", "tests.pallas_kernels.chip_cases:kernel", {"name": name, **shape})
+
+
+@needs_libtpu
+def test_the_whole_of_it_compiles_tables_and_gradients_included():
+    shape = {"tokens": 1024, "heads": 8, "d": 128, "m": 128, "experts": 8, "rows": 512}
+    aot.compile_apart("v5e", "tests.pallas_kernels.chip_cases:attention", shape)
+
+
+@needs_libtpu
 def test_the_compiler_s_words_are_passed_on():
     with pytest.raises(aot.CompileError, match=r"nowhere"):
         aot.compile_apart("v5e", "tests.pallas_kernels.test_aot:nowhere", {})

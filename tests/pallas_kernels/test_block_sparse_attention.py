@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.block_sparse_attention import block_sparse_attention
+from pallas_kernels.block_sparse_attention import block_sparse_attention, tpu
 from tests.pallas_kernels.base import BlockSparseAttentionTest, attend
 from tests.pallas_kernels.cases import Inputs, Shape, Static, evaluate, naive, random_inputs
 
@@ -39,6 +39,25 @@ class TestXla(BlockSparseAttentionTest):
             sizes.append(compiled.memory_analysis().temp_size_in_bytes)
         score_bytes = 4 * 128 * 4 * 4 * (2048 - 512)  # pairs a token, keys, heads, bytes
         assert sizes[1] - sizes[0] < score_bytes
+
+
+class TestPallasTpu(BlockSparseAttentionTest):
+    """Interpreted here; `test_aot` compiles the same kernels for the chips."""
+
+    implementation = "pallas_tpu"
+
+    @pytest.mark.skip(reason="jax 0.10 cannot interpret a kernel under shard_map's check of varying axes")
+    def test_sharded_over_devices(self):
+        """The kernels say over which axes their results vary; the interpreter does not follow."""
+
+    @pytest.mark.parametrize(("heads", "d"), [(5, 256), (3, 64)])
+    def test_whole_registers_and_groups_of_heads(self, heads, d):
+        self.check(*random_inputs(Shape(tokens=16, m=8, num_context=2, heads=heads, d=d)))
+
+    def test_more_tokens_than_fast_memory_holds_are_refused(self):
+        layout = tpu.choose_layout(tokens=20_000, heads=8, d=128, rows=1000.0)
+        with pytest.raises(ValueError, match=r"20007 tokens need \d+ MiB of VMEM in one call; wanted at most 128"):
+            tpu.vmem_bytes(layout, m=128, itemsize=2)
 
 
 def test_default_is_an_implementation_for_this_device():
