@@ -16,7 +16,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,8 @@ def full_state(decoder: Decoder, tokens: int, beta: float) -> State:
         if not isinstance(cache, Cache):
             return cache
         # exp(s) of a normal importance has mean exp(1/2).
-        log_sum = jnp.full_like(cache.log_sum, np.log(tokens) + 0.5)
-        return cache._replace(log_sum=log_sum, spent=jnp.full_like(cache.spent, int(beta * tokens)))
+        log_mean = jnp.zeros_like(cache.log_mean).at[:, 0].set(0.5)
+        return cache._replace(log_mean=log_mean, spent=jnp.full_like(cache.spent, int(beta * tokens)))
 
     caches = [[spend(cache) for cache in period] for period in caches]
     return State(caches, jnp.full_like(start.lengths, tokens), start.logits)
@@ -101,11 +101,13 @@ class Run:
 
     decoder: Decoder
     state: State
+    tokens: Iterator[np.ndarray]
+    """What is appended: random, since one and the same token would freeze the budgets."""
 
     def step(self) -> float:
         """Seconds of one more token."""
         start = time.perf_counter()
-        self.state = self.decoder.append(self.state, np.zeros(1, np.int32))
+        self.state = self.decoder.append(self.state, next(self.tokens))
         jax.block_until_ready(self.state.logits)
         return time.perf_counter() - start
 
@@ -118,11 +120,14 @@ class Run:
 def measure_context(context: int, *, turns: int) -> dict[str, Any]:
     """The row of one context: the clock runs over its last tokens."""
     tokens = turns * (WARM_UP + TURN)
+    if context <= tokens:
+        raise app.UsageError(f"--contexts: {context} must be more than the {tokens} tokens that {turns} turns take")
     runs = {}
     for name, pattern in MODELS.items():
         config = model_config(pattern)
         decoder = Decoder(config, random_params(config), length=context)
-        runs[name] = Run(decoder, full_state(decoder, context - tokens, FLAGS.beta))
+        drawn = np.random.default_rng(0).integers(0, config.vocab_size, (tokens, 1), np.int32)
+        runs[name] = Run(decoder, full_state(decoder, context - tokens, FLAGS.beta), iter(drawn))
     before = runs["aamoe"].spent()
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(turns):

@@ -9,9 +9,10 @@ other, each under a line that counts them.
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,8 @@ from aamoe_jax.training.checkpoints import load_checkpoint
 from launch import program
 
 FLAGS = flags.FLAGS
+Step = list[int | None]
+"""The next token of every text; None for one that has ended."""
 
 
 def define_flags() -> None:
@@ -42,7 +45,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("top_k", None, "Draw from the k most probable tokens alone.")
     flags.DEFINE_float("top_p", 1.0, "Draw from the most probable tokens that together have this probability.")
     flags.DEFINE_multi_string("stop", [], "Text that ends a continuation, beside the end of a document.")
-    flags.DEFINE_integer("seed", 0, "Seed of the draws.")
+    flags.DEFINE_integer("seed", 0, "Seed of the draws.", lower_bound=0, upper_bound=2**32 - 1)
     flags.DEFINE_enum(
         "budget",
         "causal",
@@ -61,10 +64,36 @@ def read_prompts() -> list[bytes]:
         prompts.append(sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes())
     if not prompts:
         raise ConfigError("--prompt: give a text to continue, such as --prompt='def '")
-    for prompt in prompts:
+    given = [f"--prompt={prompt!r}" for prompt in FLAGS.prompt] + [
+        f"--prompt_file={name}" for name in FLAGS.prompt_file
+    ]
+    for name, prompt in zip(given, prompts, strict=True):
         if not prompt:
-            raise ConfigError("--prompt='': give at least one byte to continue")
+            raise ConfigError(f"{name}: it is empty; give at least one byte to continue")
     return prompts
+
+
+class Continuation:
+    """The bytes that follow one prompt, up to the first stop that they come to."""
+
+    def __init__(self, stops: Sequence[bytes]):
+        self._stops = [stop for stop in stops if stop]
+        self.text = b""
+        self.ended = False
+
+    def add(self, new: bytes) -> bytes:
+        """What of the new bytes belongs to the text: all of them, or those up to the end of a stop."""
+        if self.ended:
+            return b""
+        # A stop that was not complete before ends within the new bytes.
+        start = len(self.text)
+        self.text += new
+        ends = [self.text.find(stop, max(0, start - len(stop) + 1)) + len(stop) for stop in self._stops]
+        ends = [end for stop, end in zip(self._stops, ends, strict=True) if end >= len(stop)]
+        if ends:
+            self.ended = True
+            self.text = self.text[: min(ends)]
+        return self.text[start:]
 
 
 class Printer:
@@ -86,6 +115,7 @@ def main(argv: list[str]) -> None:
     texts = read_prompts()
     checkpoint = load_checkpoint(FLAGS.checkpoint, which=FLAGS.which)
     tokenizer = load_tokenizer(checkpoint.config.data.tokenizer)
+    sampling = dataclasses.replace(sampling, vocab_size=tokenizer.vocab_size)
     prompts = [tokenizer.encode(text).astype(np.int32) for text in texts]
     decoder = Decoder(
         checkpoint.config.model,
@@ -100,33 +130,42 @@ def main(argv: list[str]) -> None:
         new_tokens=FLAGS.tokens,
         sampling=sampling,
         seed=FLAGS.seed,
-        stop=[(tokenizer.eos_id,), *(tuple(tokenizer.encode(os.fsencode(text)).tolist()) for text in FLAGS.stop)],
+        stop=[(tokenizer.eos_id,)],
         budget_scale=FLAGS.budget_scale,
     )
+    # Stops are text and not tokens: one text has many spellings in tokens.
+    stops = [os.fsencode(text) for text in FLAGS.stop]
     if len(texts) == 1:
-        print_stream(texts[0], steps, tokenizer)
+        print_stream(texts[0], stops, steps, tokenizer)
     else:
-        print_all(texts, steps, tokenizer)
+        print_all(texts, stops, steps, tokenizer)
 
 
-def print_stream(prompt: bytes, steps, tokenizer: Tokenizer) -> None:
-    """One text, token by token."""
-    printer = Printer()
-    printer.write(prompt)
-    for (token,) in steps:
-        printer.write(tokenizer.decode(np.asarray([token])))
+def print_stream(prompt: bytes, stops: Sequence[bytes], steps: Iterator[Step], tokenizer: Tokenizer) -> None:
+    """One text, token by token; the prompt once there is something to follow it."""
+    printer, continuation = Printer(), Continuation(stops)
+    for number, (token,) in enumerate(steps):
+        new = continuation.add(tokenizer.decode(np.asarray([token])))
+        printer.write(new if number else prompt + new)
+        if continuation.ended:
+            break
     printer.write(b"\n", last=True)
 
 
-def print_all(prompts: Sequence[bytes], steps, tokenizer: Tokenizer) -> None:
+def print_all(prompts: Sequence[bytes], stops: Sequence[bytes], steps: Iterator[Step], tokenizer: Tokenizer) -> None:
     """Several texts, when all have ended."""
-    rows: list[list[int]] = [[] for _ in prompts]
+    continuations = [Continuation(stops) for _ in prompts]
     for tokens in steps:
-        for row, token in zip(rows, tokens, strict=True):
-            row += [] if token is None else [token]
-    for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True), 1):
+        for continuation, token in zip(continuations, tokens, strict=True):
+            if token is None:
+                continuation.ended = True
+            else:
+                continuation.add(tokenizer.decode(np.asarray([token])))
+        if all(continuation.ended for continuation in continuations):
+            break
+    for number, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True), 1):
         print(f"--- {number} of {len(prompts)}")
-        Printer().write(prompt + tokenizer.decode(np.asarray(row, np.int64)) + b"\n", last=True)
+        Printer().write(prompt + continuation.text + b"\n", last=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ if __name__ == "__main__":
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -68,5 +69,9 @@ def run(main: Callable[[list[str]], Any]) -> None:
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+        except BrokenPipeError:
+            # Whoever read our output has seen enough, as in `... | head`; the last flush must not complain either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
 
     app.run(guarded)

@@ -18,6 +18,7 @@ from aamoe_jax.config import ConfigError
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.model import LanguageModel, merge, split, structure
 from tests.aamoe.helpers import D, E, M, apply, model_config
+from tests.evaluation.helpers import random_params
 
 
 def tokens_of(rows: int, length: int, seed: int = 0) -> jax.Array:
@@ -35,12 +36,7 @@ def initial(config):
 
 def params_of(config):
     """Parameters with unequal budgets: w_B starts at 0."""
-    params = initial(config)
-
-    def stir(path, leaf):
-        return jax.random.normal(jax.random.key(1), leaf.shape) if path[-1].key == "importance" else leaf
-
-    return jax.tree_util.tree_map_with_path(stir, params)
+    return random_params(config)
 
 
 def test_layers_of_a_pattern_run_in_order_and_report_in_order():

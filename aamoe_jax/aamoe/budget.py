@@ -59,11 +59,24 @@ def _segment_cumulative_logsumexp(
 
 
 def next_prefix_budget(
-    importance: Float[Array, "b 1"], log_sum: Float[Array, "b"], positions: Int[Array, "b 1"], beta: Float[Array, ""]
-) -> tuple[Float[Array, "b 1"], Float[Array, "b"]]:
-    """`prefix_budgets` of one more token, and the new log of the running sum of exp(importance)."""
-    log_sum = jnp.logaddexp(log_sum, importance[:, 0])
-    return beta * jnp.exp(importance - log_sum[:, None] + jnp.log1p(positions.astype(jnp.float32))), log_sum
+    importance: Float[Array, "b 1"], log_mean: Float[Array, "b 2"], positions: Int[Array, "b 1"], beta: Float[Array, ""]
+) -> tuple[Float[Array, "b 1"], Float[Array, "b 2"]]:
+    """`prefix_budgets` of one more token, and the new log of the running mean of exp(importance).
+
+    Rounding must not add up over a long text, until floors differ from those of the whole row. So it is the mean that
+    is carried on, whose corrections shrink, and beside it what the last addition cut off (Kahan's sum).
+    """
+    new, first = importance[:, 0], positions[:, 0] == 0
+    # Of the first token the mean is its own; there is none before it.
+    mean, lost = jnp.where(first, new, log_mean[:, 0]), jnp.where(first, 0.0, log_mean[:, 1])
+    count = positions[:, 0].astype(jnp.float32) + 1.0
+    above = new - mean
+    # log((count - 1 + exp(above)) / count), without a large exponential.
+    small = jnp.log1p(jnp.expm1(jnp.minimum(above, 20.0)) / count)
+    large = above - jnp.log(count) + jnp.log1p((count - 1.0) * jnp.exp(-jnp.maximum(above, 20.0)))
+    change = jnp.where(above < 20.0, small, large) - lost
+    total = mean + change
+    return beta * jnp.exp(importance - total[:, None]), jnp.stack([total, (total - mean) - change], axis=1)
 
 
 def floor_row_budgets(budget: Float[Array, "b L"]) -> Int[Array, "b L"]:
@@ -82,7 +95,8 @@ def floor_causal_budgets(budget: Float[Array, "b L"]) -> Int[Array, "b L"]:
 
 def total_allowance(tokens: Int[Array, "..."], beta: Float[Array, ""] | float, slack: int) -> Int[Array, "..."]:
     """What the first `tokens` tokens of a row may spend together: floor(beta * i) + slack (decision 23)."""
-    return jnp.floor(beta * tokens + 1e-4).astype(jnp.int32) + slack
+    # A dial may ask for more than an integer holds.
+    return jnp.floor(jnp.minimum(beta * tokens + 1e-4, 2.0**30)).astype(jnp.int32) + slack
 
 
 def cap_spending(

@@ -25,8 +25,8 @@ class Cache(NamedTuple):
     router_key: Float[Array, "G l k"]
     """Float32, in heads (`flat_heads`). Of a page that is being filled: the key that it would have if it ended with
     the newest token."""
-    log_sum: Float[Array, "b"]
-    """Log of the running sum of exp(importance): the normaliser of prefix budgets."""
+    log_mean: Float[Array, "b 2"]
+    """Log of the running mean of exp(importance), the normaliser of prefix budgets, and what rounding cut off it."""
     spent: Int[Array, "b"]
     """Resources given so far: what the cap counts."""
 
@@ -77,6 +77,6 @@ def empty_cache(config: ModelConfig, rows: int, length: int) -> Cache:
         jnp.zeros(pages, config.dtype),
         jnp.zeros(pages, config.dtype),
         jnp.zeros((rows * config.num_heads, pages[1], config.head_dim)),
-        jnp.full(rows, -jnp.inf),
+        jnp.zeros((rows, 2)),
         jnp.zeros(rows, jnp.int32),
     )

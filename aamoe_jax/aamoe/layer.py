@@ -246,9 +246,10 @@ class AAMoELayer(nnx.Module):
         ends = Rotation(*(resources.chunk_ends(x, chunk_size) for x in turn))
         router_key = self.router.chunk_keys(resources.chunk_ends(h, chunk_size), ends)
         importance = jnp.where(context.real, self._importance(h), -jnp.inf)
+        log_mean = jax.nn.logsumexp(importance, axis=-1) - jnp.log(context.real.sum(-1))
         spent = self._allocate(h, context)[0].count.sum(-1)
         return cache.fill(merge_heads(key), merge_heads(value), router_key)._replace(
-            log_sum=jax.nn.logsumexp(importance, axis=-1), spent=spent
+            log_mean=jnp.stack([log_mean, jnp.zeros_like(log_mean)], axis=1), spent=spent
         )
 
     def decode(self, h: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
@@ -283,16 +284,17 @@ class AAMoELayer(nnx.Module):
     ) -> tuple[Float[Array, "b 1"], Int[Array, "b 1"], Cache]:
         """`_budgets` of one more token, from what the cache knows of those before."""
         if context.budget == "prefix":
-            importance = self._importance(h)
-            budget, log_sum = budget_lib.next_prefix_budget(importance, cache.log_sum, context.positions, context.beta)
-            cache = cache._replace(log_sum=log_sum)
+            importance, positions = self._importance(h), context.positions
+            budget, log_mean = budget_lib.next_prefix_budget(importance, cache.log_mean, positions, context.beta)
+            cache = cache._replace(log_mean=log_mean)
         else:
             budget = self._predict(h, context)
         count = jnp.minimum(budget_lib.floor_causal_budgets(budget), most)
         if context.budget in budget_lib.CAPPED:
             tokens, slack = context.positions + 1, self.config.aamoe.budget.slack
             allowance = budget_lib.total_allowance(tokens, context.beta, slack)
-            count = jnp.minimum(count, allowance - cache.spent[:, None])
+            # Where the dial was turned down, more may have been spent than is allowed by now.
+            count = jnp.clip(allowance - cache.spent[:, None], 0, count)
         return budget, count, cache._replace(spent=cache.spent + count[:, 0])
 
     def _paged_slots(self, allocation: Allocation, positions: Int[Array, "b 1"]) -> Slots:

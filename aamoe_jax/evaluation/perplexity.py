@@ -24,6 +24,9 @@ from aamoe_jax.evaluation.causality import Causality, default_cuts, probe
 from aamoe_jax.mixers.base import BudgetMode, Statistics
 from aamoe_jax.model import merge
 
+MAX_BUDGET_SCALE = 1e4
+"""Past any use; far larger ones would not fit into an integer."""
+
 Batch = dict[str, Int[np.ndarray, "b L"]]
 
 
@@ -123,6 +126,8 @@ def require_budget_scale(scale: float) -> float:
     """
     if not (scale > 0 and np.isfinite(scale)):
         raise ConfigError(f"budget_scale = {scale!r}: must be a positive number")
+    if scale > MAX_BUDGET_SCALE:
+        raise ConfigError(f"budget_scale = {scale!r}: must be at most {MAX_BUDGET_SCALE:g}")
     return scale
 
 

@@ -23,7 +23,7 @@ from aamoe_jax.model import LanguageModel, betas_of_periods, merge, structure
 
 SMALLEST_BUCKET = 16
 
-Scale = Float[Array, ""] | float
+Scale = Float[Array, ""] | Float[np.ndarray, ""] | float
 
 
 class Parameters(NamedTuple):
@@ -52,6 +52,8 @@ class Plan:
     config: ModelConfig
     budget: BudgetMode
     max_budget_scale: float
+    length: int
+    """Tokens that a row has room for."""
 
     def __post_init__(self) -> None:
         if self.budget == "row":
@@ -75,7 +77,9 @@ class Plan:
 class Decoder:
     """Rows that grow at their ends, with room for `length` tokens each, prompt included.
 
-    A step is compiled once per number of rows (and `Sampling`), a prompt once per power of two of its length.
+    A step is compiled once per number of rows (and `Sampling`), a prompt once per power of two of its length. Steps do
+    not look at the numbers they are given: a dial above `max_budget_scale` is cut to it, and the logits of a row that
+    has no room left are NaN.
     """
 
     def __init__(
@@ -96,8 +100,7 @@ class Decoder:
         Raises:
           ConfigError: for budgets that this model, or any sampling model, cannot have.
         """
-        self.plan = Plan(config, causal_budget(config) if budget is None else budget, max_budget_scale)
-        self.length = length
+        self.plan = Plan(config, causal_budget(config) if budget is None else budget, max_budget_scale, length)
         ends = {name: part for name, part in params.items() if name != "periods"}
         count = config.num_layers // len(config.pattern)
         periods = [jax.tree.map(lambda x, p=p: x[p], params["periods"]) for p in range(count)]
@@ -113,9 +116,10 @@ class Decoder:
         lengths = [len(prompt) for prompt in prompts]
         if not lengths or min(lengths) == 0:
             raise ConfigError("prompt = '': give at least one token to continue")
-        if max(lengths) >= self.length:
-            raise ConfigError(f"prompt: {max(lengths)} tokens do not fit into a cache for {self.length} with one more")
-        bucket = min(self.length, max(SMALLEST_BUCKET, 1 << (max(lengths) - 1).bit_length()))
+        room = self.plan.length
+        if max(lengths) >= room:
+            raise ConfigError(f"prompt: {max(lengths)} tokens do not fit into a cache for {room} with one more")
+        bucket = min(room, max(SMALLEST_BUCKET, 1 << (max(lengths) - 1).bit_length()))
         tokens = np.zeros((len(prompts), bucket), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
@@ -124,8 +128,8 @@ class Decoder:
         x = _embed(self.plan, self.params, tokens)
         caches = []
         for index, period in enumerate(periods):
-            empty = _empty_caches(self.plan, ends, period, len(prompts), self.length)
-            x, filled = _prefill_period(self.plan, ends, period, index, x, counts, empty, budget_scale)
+            empty = _empty_caches(self.plan, ends, period, len(prompts))
+            x, filled = _prefill_period(self.plan, ends, period, index, x, counts, empty, np.float32(budget_scale))
             caches.append(filled)
         return State(caches, jnp.asarray(counts), _last_logits(self.plan, self.params, x, counts))
 
@@ -137,14 +141,15 @@ class Decoder:
 
     def append(self, state: State, tokens: Int[np.ndarray, "b"], *, budget_scale: float = 1.0) -> State:
         """The state after one more token in every row, given from outside."""
-        return _append(self.plan, self.params, state, tokens, budget_scale)
+        tokens = np.asarray(tokens, np.int32)
+        return _append(self.plan, self.params, state, tokens, np.float32(budget_scale))
 
     def next(
         self, state: State, keys: Key[Array, "b"], sampling: Sampling, *, budget_scale: float = 1.0
     ) -> tuple[Int[Array, "b"], State]:
         """Draws one more token in every row, and the state after it. `keys` are the rows' own, the same at every
         step."""
-        return _next(self.plan, self.params, state, keys, sampling, budget_scale)
+        return _next(self.plan, self.params, state, keys, sampling, np.float32(budget_scale))
 
 
 _jit = functools.partial(jax.jit, static_argnums=0)
@@ -155,9 +160,9 @@ def _embed(plan: Plan, params: Parameters, tokens: Int[Array, "b L"]) -> Float[A
     return plan.model(params.ends, params.periods[0]).embed(tokens)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4))
-def _empty_caches(plan: Plan, ends: dict[str, Any], period: dict[str, Any], rows: int, length: int) -> list[Cache]:
-    return plan.model(ends, period).periods.empty_caches(rows, length)
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _empty_caches(plan: Plan, ends: dict[str, Any], period: dict[str, Any], rows: int) -> list[Cache]:
+    return plan.model(ends, period).periods.empty_caches(rows, plan.length)
 
 
 @functools.partial(_jit, donate_argnames="caches")
@@ -210,4 +215,5 @@ def _grow(plan: Plan, params: Parameters, state: State, tokens: Int[Array, "b"],
         x, caches = plan.model(params.ends, period).periods.decode(x, context, betas, caches)
         longer.append(caches)
     logits = plan.model(params.ends, params.periods[0]).logits(x[:, 0])
+    logits = jnp.where(positions < plan.length, logits, jnp.nan)
     return State(longer, state.lengths + 1, logits)

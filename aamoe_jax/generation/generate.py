@@ -36,18 +36,29 @@ def stream(
       budget_scale: the dial of the AA-MoE layers.
 
     Raises:
-      ConfigError: for prompts that do not fit, and scales out of range.
+      ConfigError: for prompts that are empty or do not fit, empty stops, and scales out of range.
     """
     decoder.check_scale(budget_scale)
-    longest = max((len(prompt) for prompt in prompts), default=0)
-    if longest + new_tokens > decoder.length:
-        raise ConfigError(
-            f"prompt: {longest} tokens and {new_tokens} new ones do not fit into a cache for {decoder.length}"
-        )
+    lengths = [len(prompt) for prompt in prompts]
+    if min(lengths, default=0) == 0:
+        raise ConfigError("prompt = '': give at least one token to continue")
+    room = decoder.plan.length
+    if max(lengths) + new_tokens > room:
+        raise ConfigError(f"prompt: {max(lengths)} tokens and {new_tokens} new ones do not fit into a cache for {room}")
+    if () in stop:
+        raise ConfigError("stop = (): give at least one token that ends a text")
     return _stream(decoder, prompts, new_tokens, sampling, seed, stop, budget_scale)
 
 
-def _stream(decoder, prompts, new_tokens, sampling, seed, stop, budget_scale) -> Iterator[list[int | None]]:
+def _stream(
+    decoder: Decoder,
+    prompts: Sequence[Tokens],
+    new_tokens: int,
+    sampling: Sampling,
+    seed: int,
+    stop: Sequence[Stop],
+    budget_scale: float,
+) -> Iterator[list[int | None]]:
     state = decoder.prefill(prompts, budget_scale=budget_scale)
     rows = len(prompts)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))

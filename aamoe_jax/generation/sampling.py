@@ -24,7 +24,10 @@ class Sampling:
     top_k: int | None = None
     """Only the k most probable tokens, and those as probable as the k-th. None: all."""
     top_p: float = 1.0
-    """Only the fewest most probable tokens that together have this probability. 1: all."""
+    """Only the fewest most probable tokens that together have this probability, and those as probable as the last of
+    them. 1: all."""
+    vocab_size: int | None = None
+    """Only ids below it: a model may have more rows than its tokenizer has tokens. None: all."""
 
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
@@ -37,9 +40,12 @@ class Sampling:
 
 def draw(logits: Float[Array, "b V"], keys: Key[Array, "b"], sampling: Sampling) -> Int[Array, "b"]:
     """One token per row, each with a key of its own."""
+    if sampling.vocab_size is not None:
+        logits = jnp.where(jnp.arange(logits.shape[-1]) < sampling.vocab_size, logits, -jnp.inf)
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = truncate(logits / sampling.temperature, sampling)
+    # The best at 0: no temperature, however small, then makes an infinity of it.
+    logits = truncate((logits - logits.max(-1, keepdims=True)) / max(sampling.temperature, 1e-30), sampling)
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 

@@ -69,6 +69,10 @@ def test_what_does_not_fit_is_refused_before_anything_runs():
     decoder = Decoder(config, params_of(config), length=3 * M)
     with pytest.raises(ConfigError, match=f"{2 * M} tokens and {M + 1} new ones do not fit into a cache for {3 * M}"):
         stream(decoder, PROMPTS, new_tokens=M + 1, sampling=GREEDY)
+    with pytest.raises(ConfigError, match="at least one token to continue"):
+        stream(decoder, [PROMPTS[0], PROMPTS[0][:0]], new_tokens=1, sampling=GREEDY)
+    with pytest.raises(ConfigError, match=r"stop = \(\)"):
+        stream(decoder, PROMPTS, new_tokens=1, sampling=GREEDY, stop=[()])
     assert len(generate(decoder, PROMPTS, new_tokens=M, sampling=GREEDY)[2]) == M
 
 

@@ -57,6 +57,18 @@ def test_truncated_draws_are_renormalised():
     assert found[[0, 2, 4]].sum() == 0
 
 
+def test_ids_beyond_the_vocabulary_are_never_drawn():
+    keys = jax.random.split(jax.random.key(0), 200)
+    logits = jnp.broadcast_to(LOGITS, (200, 5))
+    assert int(draw(logits, keys, Sampling(vocab_size=3)).max()) <= 2
+    assert int(draw(logits, keys, Sampling(0.0, vocab_size=1)).max()) == 0
+
+
+def test_a_temperature_near_0_is_greedy():
+    for temperature in (1e-4, 1e-39, 1e-300):
+        assert frequencies(Sampling(temperature), 100)[1] == 1.0
+
+
 def test_greedy_takes_the_first_of_the_best():
     keys = jax.random.split(jax.random.key(0), 2)
     logits = jnp.array([[0.0, 2.0, 2.0], [3.0, 1.0, 3.0]])

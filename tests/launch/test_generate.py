@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from aamoe_jax.training.loop import train
+from launch.generate import Continuation
 from tests.training.helpers import experiment, model_config, tiny_data
 
 KERNEL = {"num_layers": 1, "kernel": "reference"}
@@ -59,10 +60,27 @@ def test_standard_input_and_a_stop(runs):
     assert stopped.stdout == b"hello" + new[: new.index(stop) + 1] + b"\n"
 
 
+def test_a_stop_is_text_however_it_is_spelled_in_tokens():
+    """It may come in pieces, end inside one, and only the first of several counts."""
+    continuation = Continuation([b"end;", b"", b"stop"])
+    assert [continuation.add(piece) for piece in (b"the e", b"n", b"d; and more", b"lost")] == [
+        b"the e",
+        b"n",
+        b"d;",
+        b"",
+    ]
+    assert (continuation.text, continuation.ended) == (b"the end;", True)
+    both = Continuation([b"b", b"ab"])
+    assert both.add(b"xabc") == b"xab"
+    open_end = Continuation([b"never"])
+    assert (open_end.add(b"neve"), open_end.add(b"n"), open_end.ended) == (b"neve", b"n", False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt="], "--prompt='': give at least one byte to continue"),
+        (["--prompt="], "--prompt='': it is empty; give at least one byte to continue"),
+        (["--prompt_file=/dev/null"], "--prompt_file=/dev/null: there is no such file"),
         ([], "--prompt: give a text to continue"),
         (["--prompt_file=/nowhere"], "--prompt_file=/nowhere: there is no such file"),
         (
@@ -71,6 +89,7 @@ def test_standard_input_and_a_stop(runs):
         ),
         (["--prompt=a", "--budget=predictor"], "budget = 'predictor': this model has no budget predictor"),
         (["--prompt=a", "--budget_scale=0"], "budget_scale = 0.0: must be a positive number"),
+        (["--prompt=a", "--budget_scale=1e308"], "budget_scale = 1e+308: must be at most 10000"),
         (["--prompt=a", "--budget_scale=nan"], "budget_scale = nan: must be a positive number"),
         (["--prompt=a", "--temperature=-1"], "temperature = -1.0: must be at least 0"),
         (["--prompt=a", "--top_p=0"], "top_p = 0.0: must be above 0"),
