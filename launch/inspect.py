@@ -22,7 +22,7 @@ from aamoe_jax.analysis.inspection import Inspection, aamoe_layers, inspect_pass
 from aamoe_jax.analysis.inspection_page import page_data, render
 from aamoe_jax.config import ConfigError
 from aamoe_jax.data import evaluation_batches, load_tokenizer
-from aamoe_jax.evaluation.perplexity import causal_budget
+from aamoe_jax.evaluation.perplexity import causal_budget, require_budget_scale
 from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
 from launch import program
 
@@ -35,7 +35,7 @@ def define_flags() -> None:
     flags.DEFINE_string("text", None, "File that holds the passage; - reads standard input.")
     flags.DEFINE_bool("copies", False, "Measure repeated against new tokens of a held-out split instead.")
     flags.DEFINE_integer("tokens", None, "Most tokens shown; a row of training if not given.", lower_bound=1)
-    flags.DEFINE_float("budget_scale", 1.0, "Multiplies every budget.", lower_bound=0.0)
+    flags.DEFINE_float("budget_scale", 1.0, "The dial: multiplies the budget of every token.")
     flags.DEFINE_string("output", None, "File to write; inside the run folder if not given.")
     flags.DEFINE_list("datasets", [], "--copies: datasets to measure on; the mixture of the run if not given.")
     flags.DEFINE_enum("split", "test", ["validation", "test"], "--copies: held-out split.")
@@ -179,6 +179,7 @@ def write(name: str, text: str) -> Path:
 
 def main(argv: list[str]) -> None:
     program.refuse_arguments(argv)
+    require_budget_scale(FLAGS.budget_scale)
     if (FLAGS.text is None) == (not FLAGS.copies):
         raise ConfigError("give either --text=FILE, which writes a page, or --copies, which measures a held-out split")
     checkpoint = load_checkpoint(FLAGS.checkpoint)

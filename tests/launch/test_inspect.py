@@ -118,6 +118,7 @@ def test_what_cannot_work_is_one_line(flags, runs, tmp_path):
         ({}, "either --text=FILE"),
         ({"text": "README.md", "copies": True}, "either --text=FILE"),
         ({"checkpoint": str(tmp_path), "copies": True}, "there is no checkpoint"),
+        ({"text": "README.md", "budget_scale": 0.0}, "budget_scale = 0.0: must be a positive number"),
     ):
         with pytest.raises(ConfigError, match=message):
             flags(**values)
