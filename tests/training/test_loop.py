@@ -165,6 +165,13 @@ class TestProfileWindow:
 
 
 class TestInterrupt:
+    @pytest.fixture(autouse=True)
+    def python_handles_signals(self):
+        """Whoever starts the tests in the background of a shell has them ignore SIGINT."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+        signal.signal(signal.SIGINT, before)
+
     def test_the_second_signal_does_what_it_always_did(self):
         with Interrupt() as interrupt:
             os.kill(os.getpid(), signal.SIGINT)
