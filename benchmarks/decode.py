@@ -11,13 +11,11 @@ its parameters where it left them, as it does when it decodes alone, and the oth
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -214,12 +212,7 @@ def main(argv: list[str]) -> None:
         "read_gigabytes_per_second": read_bandwidth(),
         "rows": rows,
     }
-    print(report(record), end="")
-    if FLAGS.output is not None:
-        output = Path(FLAGS.output)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(record, indent=1) + "\n")
-        output.with_suffix(".md").write_text(report(record))
+    measure.publish(record, report(record), FLAGS.output)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ AA-MoE has to beat. Both layers, and a big matrix product as the machine's limit
 from __future__ import annotations
 
 import functools
-import json
 import shlex
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -161,12 +159,7 @@ def main(argv: list[str]) -> None:
         "product_gflops_per_second": max(row["product_gflops_per_second"] for row in rows),
         "rows": rows,
     }
-    print(report(record), end="")
-    if FLAGS.output is not None:
-        output = Path(FLAGS.output)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(record, indent=1) + "\n")
-        output.with_suffix(".md").write_text(report(record))
+    measure.publish(record, report(record), FLAGS.output)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import platform
@@ -92,6 +93,17 @@ def _status_bytes(name: str) -> int:
 def available_bytes() -> int:
     """Physical memory of the machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def publish(record: dict[str, Any], report: str, output: str | None) -> None:
+    """Prints the report, and writes the record as JSON to `output` and the report beside it as markdown."""
+    print(report, end="")
+    if output is None:
+        return
+    path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    path.with_suffix(".md").write_text(report)
 
 
 def machine() -> dict[str, Any]:

@@ -101,7 +101,7 @@ class AAMoELayer(nnx.Module):
         ranking = self._rank(*scores, chunk, chunks, context)
         budget, count, about = self._budgets(h, ranking.most, context)
         if context.detail == "resources":
-            # Of unused slots the probability means nothing; it may even be NaN where nothing is available.
+            # The log probability of unused slots is set to 0, so that theirs reads 1: it means nothing.
             about["probability"] = jnp.exp(allocation_lib.allocate(ranking, budget, count, "normalized").log_prob)
         return allocation_lib.allocate(ranking, budget, count, self._bias_scale), about
 
