@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from aamoe_jax.config import ConfigError
 from aamoe_jax.generation.decoder import Decoder
 from aamoe_jax.mixers.registry import MIXERS
-from tests.aamoe.helpers import M, model_config
+from tests.aamoe.helpers import M, context_of, inputs, layer_of, model_config
 from tests.generation.helpers import assert_parity, count_compilations, stepped, teacher_forced
 from tests.test_model import params_of, run, tokens_of
 
@@ -69,6 +70,23 @@ def test_a_prompt_and_the_same_tokens_one_by_one_leave_the_same_cache():
     np.testing.assert_allclose(whole_cache.log_mean[:, 0], grown_cache.log_mean[:, 0], atol=1e-6)
     assert int(whole_cache.spent[0]) == int(grown_cache.spent[0]) > 0
     np.testing.assert_allclose(whole.logits, grown.logits, atol=1e-5)
+
+
+def test_a_prompt_costs_what_its_forward_pass_does():
+    """Output and cache are computed apart, from the same h: the compiler merges what both need."""
+    config = model_config(kernel=None)
+    layer, h, context = layer_of(config), inputs(1, LENGTH), context_of(config, 1, LENGTH)
+    graphdef, params = nnx.split(layer)
+
+    def flops(function) -> float:
+        compiled = jax.jit(lambda params, h: function(nnx.merge(graphdef, params), h)).lower(params, h).compile()
+        return compiled.cost_analysis()["flops"]
+
+    forward = flops(lambda layer, h: layer(h, context)[0])
+    both = flops(lambda layer, h: (layer(h, context)[0], layer.fill(h, context, layer.empty_cache(1, LENGTH))))
+    fill = flops(lambda layer, h: layer.fill(h, context, layer.empty_cache(1, LENGTH)))
+    assert both < 1.02 * forward  # done twice it would be what `fill` takes, far more than this
+    assert fill > 0.1 * forward
 
 
 def test_rows_do_not_see_each_other():
