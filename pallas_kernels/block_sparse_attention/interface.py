@@ -3,13 +3,14 @@
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.block_sparse_attention import reference, tpu, xla
+from pallas_kernels.block_sparse_attention import reference, xla
+from pallas_kernels.block_sparse_attention.tpu import resident
 from pallas_kernels.block_sparse_attention.types import Attention, Pairs, Window
 
 IMPLEMENTATIONS = {
     "reference": reference.attend,
     "xla": xla.attend,
-    "pallas_tpu": tpu.attend,
+    "pallas_tpu": resident.attend,
 }
 
 

@@ -5,7 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_sparse_attention import Pairs, block_sparse_attention, tpu, tpu_kernels
+from pallas_kernels.block_sparse_attention import Pairs, block_sparse_attention
+from pallas_kernels.block_sparse_attention.tpu import resident, resident_kernels
 
 RESOURCES, TILES = 32, 64
 INT, F32 = jnp.int32, jnp.float32
@@ -23,16 +24,16 @@ def kernel(
 ):
     """The kernel alone, `forward` or `backward`, and its arguments."""
     shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(dtype)
-    layout = tpu.choose_layout(tokens, heads, d, rows=0.0)._replace(tile=tile)
+    layout = resident.choose_layout(tokens, heads, d, rows=0.0)._replace(tile=tile)
     scalars = [shape((TILES, 1, tile), kind) for kind in (INT, F32, INT)]
-    tiles = tpu_kernels.Tiles(shape((TILES,), INT), shape((2,), INT), *scalars)
+    tiles = resident_kernels.Tiles(shape((TILES,), INT), shape((2,), INT), *scalars)
     table = shape((RESOURCES, m, layout.groups * layout.lanes), dtype)
-    size = tpu_kernels.ROWS * (2 if name == "backward" and dtype == F32 else 1)
+    size = resident_kernels.ROWS * (2 if name == "backward" and dtype == F32 else 1)
     word = jnp.uint32 if name == "backward" and dtype != F32 else F32
-    rows = shape((2, layout.groups, layout.tokens * size, tpu_kernels.LANES), word)
-    stats = shape((layout.groups, layout.tokens, tpu_kernels.LANES), F32)
-    options = {"vmem_bytes": tpu.vmem_bytes(layout, m, dtype.itemsize), "interpret": False}
-    run, before = {"forward": (tpu_kernels.forward, ()), "backward": (tpu_kernels.backward, (stats,))}[name]
+    rows = shape((2, layout.groups, layout.tokens * size, resident_kernels.LANES), word)
+    stats = shape((layout.groups, layout.tokens, resident_kernels.LANES), F32)
+    options = {"vmem_bytes": resident.vmem_bytes(layout, m, dtype.itemsize), "interpret": False}
+    run, before = {"forward": (resident_kernels.forward, ()), "backward": (resident_kernels.backward, (stats,))}[name]
     return functools.partial(run, layout=layout, scale=d**-0.5, **options), (rows, *before, table, table, tiles)
 
 

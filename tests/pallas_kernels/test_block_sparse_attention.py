@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.block_sparse_attention import block_sparse_attention, tpu
+from pallas_kernels.block_sparse_attention import block_sparse_attention
+from pallas_kernels.block_sparse_attention.tpu import resident
 from tests.pallas_kernels.base import BlockSparseAttentionTest, attend
 from tests.pallas_kernels.cases import Inputs, Shape, Static, evaluate, naive, random_inputs
 
@@ -55,9 +56,9 @@ class TestPallasTpu(BlockSparseAttentionTest):
         self.check(*random_inputs(Shape(tokens=16, m=8, num_context=2, heads=heads, d=d)))
 
     def test_more_tokens_than_fast_memory_holds_are_refused(self):
-        layout = tpu.choose_layout(tokens=20_000, heads=8, d=128, rows=1000.0)
+        layout = resident.choose_layout(tokens=20_000, heads=8, d=128, rows=1000.0)
         with pytest.raises(ValueError, match=r"20007 tokens need \d+ MiB of VMEM in one call; wanted at most 128"):
-            tpu.vmem_bytes(layout, m=128, itemsize=2)
+            resident.vmem_bytes(layout, m=128, itemsize=2)
 
 
 def test_default_is_an_implementation_for_this_device():
