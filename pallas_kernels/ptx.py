@@ -1,0 +1,52 @@
+"""Read what ptxas made of a Mosaic GPU kernel: registers, spills, and the tensor core's and copy engine's instructions.
+
+`aot.compile_apart("h200", ..., dump_to=folder)` leaves the notes that are read here; a kernel is found by the name of
+its `plgpu.kernel`.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_TARGET = re.compile(r"^\.target (\S+)", re.MULTILINE)
+
+
+class Kernel(NamedTuple):
+    """One kernel as the GPU runs it. Instructions are counted in the text: those of a loop once."""
+
+    target: str  # sm_90a: wgmma exists there alone
+    registers: int  # of a thread; 65536 a multiprocessor
+    stack_bytes: int  # of a thread, in local memory
+    spill_bytes: int  # stored and loaded for want of registers
+    wgmma: int
+    tma_loads: int
+    tma_stores: int
+
+
+def read(folder: Path, kernel: str) -> Kernel:
+    """The kernel called `kernel` from the notes in `folder`."""
+    return parse(*(_only(folder, kernel, ending).read_text(encoding="utf-8") for ending in ("ptx", "ptxas")))
+
+
+def parse(ptx: str, ptxas: str) -> Kernel:
+    """From the assembly and from ptxas's own words about it (ptxas -v)."""
+    stack, stores, loads = map(int, _SPILLS.search(ptxas).groups())
+    return Kernel(
+        target=_TARGET.search(ptx).group(1),
+        registers=int(_REGISTERS.search(ptxas).group(1)),
+        stack_bytes=stack,
+        spill_bytes=stores + loads,
+        wgmma=ptx.count("wgmma.mma_async"),
+        tma_loads=len(re.findall(r"cp\.async\.bulk\.(?:tensor\.\dd\.)?shared::cluster\.global", ptx)),
+        tma_stores=len(re.findall(r"cp\.async\.bulk\.(?:tensor\.\dd\.)?global\.shared::cta", ptx)),
+    )
+
+
+def _only(folder: Path, kernel: str, ending: str) -> Path:
+    found = sorted(path for path in folder.iterdir() if re.fullmatch(rf"{re.escape(kernel)}_\d+\.{ending}", path.name))
+    if not found:
+        raise FileNotFoundError(f"{folder}: no {kernel}_*.{ending}; was the folder given to compile_apart?")
+    # The same kernel compiled again leaves the same text under the next number.
+    return found[-1]

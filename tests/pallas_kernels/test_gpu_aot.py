@@ -1,0 +1,55 @@
+"""The real GPU compilers, where the CUDA plug-in is installed: `make test-aot`."""
+
+import importlib.util
+
+import pytest
+
+from pallas_kernels import aot, ptx
+
+CASES = "tests.pallas_kernels.gpu_chip_cases"
+
+here = importlib.util.find_spec("jax_cuda12_plugin") is not None
+needs_plugin = pytest.mark.skipif(not here, reason="the CUDA plug-in is not installed: make test-aot")
+
+PTXAS = """ptxas info    : Compiling entry function 'squares' for 'sm_90a'
+    16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 58 registers, used 2 barriers, 1 bytes smem
+"""
+PTX = """.target sm_90a
+@%p2 cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%r4], [%rd1, {%r5,%r5}], [%r1];
+wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r7,%r8}, %rd2, %rd2, p, 1, 1, 0, 0;
+wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r7,%r8}, %rd2, %rd2, p, 1, 1, 0, 0;
+@%p2 cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%rd6, {%r5, %r5}], [%r4];
+@%p2 cp.async.bulk.global.shared::cta.bulk_group [%rd6], [%r4], 256;
+"""
+
+
+def test_the_notes_are_read():
+    kernel = ptx.parse(PTX, PTXAS)
+    assert kernel == ptx.Kernel("sm_90a", 58, stack_bytes=16, spill_bytes=12, wgmma=2, tma_loads=1, tma_stores=2)
+
+
+def test_the_last_notes_of_a_kernel_are_the_ones_that_count(tmp_path):
+    for number, registers in enumerate((10, 20)):
+        (tmp_path / f"squares_{number}.ptx").write_text(PTX)
+        (tmp_path / f"squares_{number}.ptxas").write_text(PTXAS.replace("58", str(registers)))
+    assert ptx.read(tmp_path, "squares").registers == 20
+    with pytest.raises(FileNotFoundError, match="roots"):
+        ptx.read(tmp_path, "roots")
+
+
+@pytest.mark.skipif(here, reason="the CUDA plug-in is installed")
+def test_without_the_plugin_the_error_says_what_to_install():
+    with pytest.raises(aot.CompileError, match=r"jax_cuda12_plugin .* pip install -e '\.\[aot\]'"):
+        aot.compile_apart("h200", f"{CASES}:squares", {"blocks": 2})
+
+
+@needs_plugin
+@pytest.mark.parametrize("chip", aot.GPUS)
+def test_every_gpu_compiles_and_leaves_its_assembly(chip, tmp_path):
+    compiled = aot.compile_apart(chip, f"{CASES}:squares", {"blocks": 16}, dump_to=tmp_path)
+    assert compiled.argument_bytes == compiled.output_bytes == 16 * 64 * 64 * 2
+    kernel = ptx.read(tmp_path, "squares")
+    assert kernel.target == "sm_90a"
+    assert (kernel.wgmma, kernel.tma_loads, kernel.tma_stores) == (4, 1, 1)
+    assert kernel.spill_bytes == kernel.stack_bytes == 0
