@@ -5,6 +5,7 @@ printed as such. `aot.compile_apart(..., dump_to=folder)` leaves the notes that 
 name of its `pallas_call`.
 """
 
+import operator
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -31,23 +32,21 @@ class Schedule(NamedTuple):
 
     bundles: int  # in all, every loop once
     loops: tuple[Loop, ...]  # in order of appearance
-    slots: dict[str, float]  # share of the slots of every kind that are filled, all bundles alike
+    cycles_a_step: int  # bundles of one step of the grid, inner loops times their trips, without what may be skipped
+    slots: dict[str, float]  # share of the slots of every kind that are filled in those cycles
     spills: int  # vector registers stored for want of room
 
     @property
-    def cycles_a_step(self) -> int:
-        """Bundles of one step of the grid, inner loops times their trips; what a branch may skip is left out."""
-        known = [loop for loop in self.loops if loop.depth >= 1 and not loop.conditional]
-        return sum(loop.bundles * (1 if loop.depth == 1 else loop.trips or 1) for loop in known)
+    def binding(self) -> tuple[str, float]:
+        """The busiest kind of slot, and its share: the step cannot take less than that share of its cycles."""
+        return max(self.slots.items(), key=lambda item: item[1])
 
 
 def read(folder: Path, kernel: str) -> Schedule:
     """The schedule of `pallas_call(name=kernel)` from the notes in `folder`."""
     code = _only(folder, kernel, "final_bundles.txt", but="schedule-analysis")
     usage = _only(folder, kernel, "final_hlo-static-per-bundle-utilization.txt")
-    slots, spills = parse_slots(usage.read_text(encoding="utf-8"))
-    bundles, loops = parse_loops(code.read_text(encoding="utf-8"))
-    return Schedule(bundles, loops, slots, spills)
+    return parse(code.read_text(encoding="utf-8"), usage.read_text(encoding="utf-8"))
 
 
 def _only(folder: Path, kernel: str, ending: str, but: str = "never") -> Path:
@@ -58,15 +57,25 @@ def _only(folder: Path, kernel: str, ending: str, but: str = "never") -> Path:
     return found[0]
 
 
-def parse_slots(text: str) -> tuple[dict[str, float], int]:
-    """Share of every kind of slot in use, and the number of spilled vector registers."""
+def parse(code: str, usage: str) -> Schedule:
+    """The schedule from a kernel's listing and the slots that each of its bundles uses."""
+    loops, issued = parse_loops(code)
+    capacity, used = parse_slots(usage)
+    if len(used) != len(issued):
+        raise ValueError(f"{len(issued)} bundles, but the slots of {len(used)}")
+    cycles = sum(issued)
+    filled = {name: sum(map(operator.mul, issued, (row[name] for row in used))) for name in capacity}
+    slots = {name: filled[name] / (room * max(1, cycles)) for name, room in capacity.items()}
+    return Schedule(len(issued), loops, cycles, slots, sum(row["VSTORE:SPILL"] for row in used))
+
+
+def parse_slots(text: str) -> tuple[dict[str, int], list[dict[str, int]]]:
+    """Slots of every kind in a bundle, and how many of them each bundle uses."""
     lines = text.splitlines()
     names = [name.strip() for name in lines[1].split(",")]
-    capacity = [int(number) for number in lines[2].split()]
-    used = [[int(number) for number in line.split()] for line in lines[4:] if re.fullmatch(r"[\d ]+", line)]
-    total = dict(zip(names, (sum(column) for column in zip(*used, strict=True)), strict=True))
-    shares = {name: total[name] / (room * len(used)) for name, room in zip(names, capacity, strict=True)}
-    return shares, total["VSTORE:SPILL"]
+    rows = [[int(number) for number in line.split()] for line in lines[2:] if re.fullmatch(r"[\d ]*\d[\d ]*", line)]
+    capacity, *used = (dict(zip(names, row, strict=True)) for row in rows)
+    return capacity, used
 
 
 class _Open(NamedTuple):
@@ -77,11 +86,30 @@ class _Open(NamedTuple):
     conditional: bool
 
 
-def parse_loops(text: str) -> tuple[int, tuple[Loop, ...]]:
-    """Number of bundles, and the loops that the listing marks: `LB:` begins one, as many `>` as loops surround it."""
+def parse_loops(text: str) -> tuple[tuple[Loop, ...], list[int]]:
+    """The loops that the listing marks, and how often a step of the grid issues each bundle.
+
+    `LB:` begins a loop, as many `>` as loops surround it. What a branch may skip counts as never issued: copies that
+    wait for a new block, first steps.
+    """
     bundles = _bundles(text)
     skipped = _skipped(bundles)
-    owner: list[int | None] = []  # the loop that every bundle belongs to
+    starts, owner = _nesting(bundles, skipped)
+    loops, issued = [], [0] * len(bundles)
+    for number, loop in enumerate(starts):
+        mine = [i for i, which in enumerate(owner) if which == number]
+        exits = [match for i in mine if (match := _EXIT.search(bundles[i]))]
+        always = [i for i in mine if not any(loop.start <= start < i < end for start, end in skipped)]
+        trips = int(exits[-1].group(1)) if exits else None
+        loops.append(Loop(loop.depth, len(always), trips, loop.conditional))
+        for i in () if loop.conditional else always:
+            issued[i] = 1 if loop.depth == 1 else trips or 1
+    return tuple(loops), issued
+
+
+def _nesting(bundles: list[str], skipped: list[tuple[int, int]]) -> tuple[list[_Open], list[int | None]]:
+    """The loops in order of appearance, and the innermost one that every bundle belongs to."""
+    owner: list[int | None] = []
     starts: list[_Open] = []
     stack: list[int] = []
     depth = 0
@@ -96,15 +124,7 @@ def parse_loops(text: str) -> tuple[int, tuple[Loop, ...]]:
             inside = starts[stack[-2]].start if len(stack) > 1 else 0
             starts.append(_Open(depth, i, any(start >= inside and start < i < end for start, end in skipped)))
         owner.append(stack[-1] if stack else None)
-    loops = []
-    for number, loop in enumerate(starts):
-        mine = [i for i, which in enumerate(owner) if which == number]
-        exits = [match for i in mine if (match := _EXIT.search(bundles[i]))]
-        # Within a loop, too, what a branch may skip is not counted: copies that wait for a new block, first steps.
-        always = [i for i in mine if not any(loop.start <= start < i < end for start, end in skipped)]
-        trips = int(exits[-1].group(1)) if exits else None
-        loops.append(Loop(loop.depth, len(always), trips, loop.conditional))
-    return len(bundles), tuple(loops)
+    return starts, owner
 
 
 def _bundles(text: str) -> list[str]:

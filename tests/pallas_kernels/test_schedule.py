@@ -46,28 +46,46 @@ MXU, XLU, VALU, VPOP, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU
 """
 
 
+def usage(bundles: int) -> str:
+    """USAGE for as many bundles: the first fills three MXU slots and a store, the others one MXU slot and a spill."""
+    head, rows = USAGE.splitlines()[:4], USAGE.splitlines()[4:]
+    return "\n".join([*head, rows[0], *[rows[1]] * (bundles - 1)])
+
+
 def test_loops_their_trips_and_what_is_skipped():
-    bundles, loops = schedule.parse_loops(LISTING)
-    assert bundles == LISTING.count("{")
+    loops, issued = schedule.parse_loops(LISTING)
+    assert len(issued) == LISTING.count("{")
     grid, zeroing, gather = loops
     assert (grid.depth, grid.trips, grid.conditional) == (1, None, False)
     assert (zeroing.depth, zeroing.bundles, zeroing.trips) == (2, 2, 2048)
     assert zeroing.conditional
     assert (gather.depth, gather.bundles, gather.trips, gather.conditional) == (2, 5, 16, False)
-    assert schedule.Schedule(bundles, loops, {}, 0).cycles_a_step == grid.bundles + 5 * 16
+    assert sum(issued) == grid.bundles + 5 * 16
+    assert set(issued) == {0, 1, 16}
 
 
-def test_slots_and_spills():
-    slots, spills = schedule.parse_slots(USAGE)
-    assert spills == 1
-    assert (slots["MXU"], slots["VSTORE"], slots["SALU"]) == (0.5, 1.0, 0.0)
+def test_slots_are_shares_of_the_cycles_of_a_step():
+    capacity, used = schedule.parse_slots(USAGE)
+    assert (capacity["MXU"], capacity["VSTORE"], capacity["SALU"]) == (4, 1, 2)
+    assert [row["MXU"] for row in used] == [3, 1]
+    bundles = LISTING.count("{")
+    read = schedule.parse(LISTING, usage(bundles))
+    assert (read.bundles, read.spills) == (bundles, bundles - 1)
+    # The first bundle, the only one with three MXU slots, is before the grid's loop, which no step issues again.
+    assert (read.slots["MXU"], read.slots["VSTORE"], read.slots["SALU"]) == (0.25, 1.0, 0.0)
+    assert read.binding == ("VSTORE", 1.0)
+
+
+def test_notes_of_two_kernels_do_not_go_together():
+    with pytest.raises(ValueError, match="26 bundles, but the slots of 3"):
+        schedule.parse(LISTING, usage(3))
 
 
 def test_a_kernel_is_found_by_its_name_alone(tmp_path):
     for name in ("17-kernel.1-72-final_bundles.txt", "17-kernel_too-72-final_bundles.txt"):
         (tmp_path / name).write_text(LISTING)
     (tmp_path / "17-kernel.1-71-schedule-analysis_final_bundles.txt").write_text("")
-    (tmp_path / "17-kernel.1-70-final_hlo-static-per-bundle-utilization.txt").write_text(USAGE)
-    assert schedule.read(tmp_path, "kernel").spills == 1
+    (tmp_path / "17-kernel.1-70-final_hlo-static-per-bundle-utilization.txt").write_text(usage(LISTING.count("{")))
+    assert schedule.read(tmp_path, "kernel").spills == LISTING.count("{") - 1
     with pytest.raises(FileNotFoundError, match=r"\*-nothing-\*.*, found 0"):
         schedule.read(tmp_path, "nothing")
