@@ -4,13 +4,14 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.block_sparse_attention import reference, xla
-from pallas_kernels.block_sparse_attention.tpu import resident
+from pallas_kernels.block_sparse_attention.tpu import gathered, resident
 from pallas_kernels.block_sparse_attention.types import Attention, Pairs, Window
 
 IMPLEMENTATIONS = {
     "reference": reference.attend,
     "xla": xla.attend,
     "pallas_tpu": resident.attend,
+    "pallas_tpu_gathered": gathered.attend,
 }
 
 

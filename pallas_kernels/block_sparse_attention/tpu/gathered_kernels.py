@@ -1,0 +1,451 @@
+"""The TPU kernels of path B: pairs meet their resource in tiles, and the results of a token's pairs are added up.
+
+A row is what a pair brings or leaves in main memory: its query, its output not yet divided, its gradient. Rows are
+registers of 128 words a token, the shape that XLA gathers fastest: one float32 a word, or two bfloat16 of neighbouring
+columns. Tiles have scores transposed, keys by pairs, so that everything per pair is a row of lanes. A block of 128
+tokens then adds the rows of its own run of pairs, as matrix products with a one-hot of tokens by pairs: no scatter, and
+the same order of sums every time.
+
+Shapes: G head groups, N tiles, t rows a tile, R resources, m keys a resource, E lanes of all groups, h heads of a
+group, d head size, U units of 128 words of a pair (W of float32), P pairs (whole chunks of them), T tokens (whole
+blocks), S steps of the sums.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int, Num
+
+F32, U32 = jnp.float32, jnp.uint32
+LANES = 128
+BLOCK = 128  # tokens whose sums stay in fast memory
+CHUNK = 256  # pairs a step of the sums: the depth of the widest matrix unit
+LOWEST = -1e30  # the score of what is not seen: finite, so that a padding row is no NaN
+HIGH = 0xFFFF0000  # the second bfloat16 of a word
+VMEM_BYTES = 60 * 2**20  # what the smallest chips have, less what the compiler wants; the blocks take half of it
+HALF = 0x8000  # half a unit in the last place of a bfloat16
+
+
+class Layout(NamedTuple):
+    """How heads lie in rows. A group has `heads` heads of `d` lanes: a power of 2, or whole units."""
+
+    tile: int
+    groups: int
+    heads: int
+    d: int
+    units: int  # registers' rows of 128 words for a pair in a group
+    halves: int  # numbers in a word
+
+    @property
+    def unit(self) -> int:
+        """Lanes of a unit."""
+        return LANES * self.halves
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a group."""
+        return self.units * self.unit
+
+    @property
+    def spans(self) -> list[tuple[slice, list[int]]]:
+        """Units that hold whole heads, and those heads: the units of one head, or the heads of one unit."""
+        units, per = max(1, self.d // self.unit), max(1, self.unit // self.d)
+        starts = range(0, self.heads, per)
+        return [
+            (slice(i * units, (i + 1) * units), list(range(h, min(h + per, self.heads)))) for i, h in enumerate(starts)
+        ]
+
+    @property
+    def wide(self) -> "Layout":
+        """The same lanes as float32."""
+        return self._replace(units=self.units * self.halves, halves=1)
+
+
+class Tiles(NamedTuple):
+    """What the tiles share besides rows."""
+
+    resource: Int[Array, "N"]
+    count: Int[Array, "1"]  # tiles to visit, at least 1
+    visible: Int[Array, "N 1 t"]
+
+
+class Steps(NamedTuple):
+    """The sums, step by step: every block of tokens with each chunk that has pairs of it, and at least with one."""
+
+    block: Int[Array, "S"]  # ascending
+    chunk: Int[Array, "S"]
+    count: Int[Array, "1"]
+    token: Int[Array, "1 P"]  # of every pair; out of range past the last
+
+
+def _dot(a, b, dimensions: tuple[int, int]):
+    # Products of bfloat16 are exact in float32; float32 asks for all its passes.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == F32 else None
+    contract = ((dimensions[:1], dimensions[1:]), ((), ()))
+    return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=F32)
+
+
+def _bits(x, dtype):
+    return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _load(ref, units: slice, rows: int, size: int, layout: Layout):
+    """Some units of every row of a block, `size` units a row: (rows, lanes), in the dtype of the inputs."""
+    columns = []
+    for unit in range(units.start, units.stop):
+        words = ref[pl.ds(unit, rows, stride=size), :]
+        if layout.halves == 1:
+            columns.append(words)
+        else:
+            columns += [_bits(x, F32).astype(jnp.bfloat16) for x in (words << 16, words & U32(HIGH))]
+    return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=1)
+
+
+def _store(ref, units: slice, parts: list, layout: Layout) -> None:
+    """The heads of a span, each (t, d) in float32, to their units; lanes that no head has become 0."""
+    missing = (units.stop - units.start) * layout.unit - layout.d * len(parts)
+    if missing:
+        parts = [*parts, jnp.zeros((layout.tile, missing), F32)]
+    x = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+    columns = [x[:, i : i + LANES] for i in range(0, x.shape[1], LANES)]
+    if ref.dtype != F32:
+        # To the nearest, by adding half a unit and dropping what is below it.
+        low, high = ([_bits(x, U32) + U32(HALF) for x in columns[i::2]] for i in (0, 1))
+        columns = [(a >> 16) | (b & U32(HIGH)) for a, b in zip(low, high, strict=True)]
+    size = ref.shape[0] // layout.tile
+    first = units.start * len(columns) // (units.stop - units.start)
+    for unit, words in enumerate(columns, first):
+        ref[pl.ds(unit, layout.tile, stride=size), :] = words
+
+
+def _head(x, position: int, layout: Layout):
+    """Head number `position` of a span's lanes."""
+    return x[:, position * layout.d : (position + 1) * layout.d]
+
+
+def _seen(visible_ref, m: int, tile: int):
+    return jax.lax.broadcasted_iota(jnp.int32, (m, tile), 0) < visible_ref[...]
+
+
+def _forward_kernel(
+    resource, visible_ref, query_ref, key_ref, value_ref,  # in
+    output_ref, stats_ref,  # out
+    *, layout: Layout, scale: float,
+):  # fmt: skip
+    del resource
+    seen = _seen(visible_ref, key_ref.shape[0], layout.tile)
+    tops, totals = [], []
+    for units, heads in layout.spans:
+        x, parts = _load(query_ref, units, layout.tile, layout.units, layout), []
+        for position, h in enumerate(heads):
+            lanes = slice(h * layout.d, (h + 1) * layout.d)
+            score = _dot(key_ref[:, lanes], _head(x, position, layout), (1, 1)) * scale
+            score = jnp.where(seen, score, LOWEST)
+            top = jnp.max(score, axis=0, keepdims=True)
+            weight = jnp.exp(score - top)
+            tops.append(top)
+            totals.append(jnp.sum(weight, axis=0, keepdims=True))
+            parts.append(_dot(weight.astype(value_ref.dtype), value_ref[:, lanes], (0, 0)))
+        _store(output_ref, units, parts, layout)
+    stats_ref[...] = jnp.concatenate([*tops, *totals], axis=0)
+
+
+def _backward_kernel(
+    resource, visible_ref, packed_ref, stats_ref, key_ref, value_ref,  # in
+    d_query_ref, d_bias_ref, d_key_ref, d_value_ref,  # out
+    *, layout: Layout, scale: float,
+):  # fmt: skip
+    t, tile, size, dtype = pl.program_id(1), layout.tile, 2 * layout.units, key_ref.dtype
+
+    @pl.when((t == 0) | (resource[t] != resource[jnp.maximum(t - 1, 0)]))
+    def _():
+        d_key_ref[...] = jnp.zeros_like(d_key_ref)
+        d_value_ref[...] = jnp.zeros_like(d_value_ref)
+
+    seen = _seen(visible_ref, key_ref.shape[0], tile)
+    d_bias = jnp.zeros((1, tile), F32)
+    for units, heads in layout.spans:
+        queries = _load(packed_ref, units, tile, size, layout)
+        after = slice(units.start + layout.units, units.stop + layout.units)
+        cotangents, parts = _load(packed_ref, after, tile, size, layout), []
+        for position, h in enumerate(heads):
+            lanes = slice(h * layout.d, (h + 1) * layout.d)
+            q, do = (_head(x, position, layout) for x in (queries, cotangents))
+            k, v = key_ref[:, lanes], value_ref[:, lanes]
+            shift, delta = (stats_ref[i : i + 1, :] for i in (h, layout.heads + h))
+            weight = jnp.where(seen, jnp.exp(_dot(k, q, (1, 1)) * scale + shift), 0.0)
+            d_value_ref[:, lanes] += _dot(weight.astype(dtype), do, (1, 0))
+            d_score = weight * (_dot(v, do, (1, 1)) - delta)
+            d_bias += jnp.sum(d_score, axis=0, keepdims=True)
+            d_score = d_score.astype(dtype)
+            d_key_ref[:, lanes] += _dot(d_score, q, (1, 0))
+            parts.append(_dot(d_score, k, (0, 0)))
+        _store(d_query_ref, units, parts, layout)
+    d_bias_ref[...] = d_bias
+
+
+def _own(block, token_ref):
+    """Which pair of the chunk is of which token of the block: (tokens, pairs)."""
+    first = block[pl.program_id(1)] * BLOCK
+    return token_ref[...] - first == jax.lax.broadcasted_iota(jnp.int32, (BLOCK, CHUNK), 0)
+
+
+def _begins(index):
+    """Whether this step is the first with its number in `index`."""
+    s = pl.program_id(1)
+    return (s == 0) | (index[s] != index[jnp.maximum(s - 1, 0)])
+
+
+def _merge_kernel(
+    block, chunk, token_ref, stats_ref, lse_ref, rows_ref, start_ref,  # in
+    output_ref, mass_ref,  # out
+    *, layout: Layout, product: Callable,
+):  # fmt: skip
+    del chunk
+
+    @pl.when(_begins(block))
+    def _():
+        output_ref[...] = start_ref[...]
+
+    own = _own(block, token_ref)
+    # One-hot products pick the token's number for every pair; float32 passes keep all its bits.
+    lse = _dot(lse_ref[...], own.astype(F32), (1, 0))
+    weight = jnp.exp(stats_ref[: layout.heads, :] - lse)
+    share = jnp.sum(weight * stats_ref[layout.heads :, :], axis=0, keepdims=True)
+    mine = jnp.max(own.astype(F32), axis=0, keepdims=True) > 0  # other blocks' pairs of this chunk are theirs
+    mass_ref[...] = jnp.where(mine, share, mass_ref[...])
+    for units, heads in layout.spans:
+        x = _load(rows_ref, units, CHUNK, layout.units, layout)
+        for position, h in enumerate(heads):
+            lanes = slice(h * layout.d, (h + 1) * layout.d)
+            output_ref[:, lanes] += product(jnp.where(own, weight[h : h + 1], 0.0), _head(x, position, layout))
+
+
+def _in_three(a, b):
+    """a @ b of float32 in three products of bfloat16: right to 2^-16, more than what bfloat16 inputs know."""
+    (a, a_rest), (b, b_rest) = ((x.astype(jnp.bfloat16), _rest(x)) for x in (a, b))
+    return _dot(a, b, (1, 0)) + (_dot(a, b_rest, (1, 0)) + _dot(a_rest, b, (1, 0)))
+
+
+def _rest(x):
+    """What bfloat16 leaves of x."""
+    return (x - x.astype(jnp.bfloat16).astype(F32)).astype(jnp.bfloat16)
+
+
+def _sum_kernel(
+    block, chunk, token_ref, kind_ref, rows_ref, start_ref,  # in
+    total_ref,  # out
+    *, layout: Layout,
+):  # fmt: skip
+    del chunk
+
+    @pl.when(_begins(block))
+    def _():
+        total_ref[...] = start_ref[...]
+
+    own = _own(block, token_ref)
+    dtype = F32 if layout.halves == 1 else jnp.bfloat16
+    kinds = [jnp.where(own & (kind_ref[...] == kind), 1.0, 0.0).astype(dtype) for kind in (0, 1)]
+    for units, heads in layout.spans:
+        x = _load(rows_ref, units, CHUNK, layout.units, layout)
+        lanes = slice(heads[0] * layout.d, (heads[-1] + 1) * layout.d)
+        for kind, ones in enumerate(kinds):
+            total_ref[kind, :, lanes] += _dot(ones, x[:, : lanes.stop - lanes.start], (1, 0))
+
+
+def _call(kernel, name: str, grid, specs, shapes, scalars, arrays, *, flops: int, exps: int, interpret: bool):
+    # Inside shard_map a kernel must say over which axes of the mesh its results vary: over those of its arguments.
+    varying = jax.typeof(arrays[-1]).manual_axis_type
+    shapes = [jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype in shapes]
+    moved = sum(x.size * x.dtype.itemsize for x in (*arrays, *shapes))
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars), grid=grid, in_specs=specs[0], out_specs=specs[1]
+        ),
+        out_shape=shapes,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            disable_bounds_checks=True,  # every address comes from the tables
+            vmem_limit_bytes=VMEM_BYTES,
+        ),
+        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=exps),
+        interpret=interpret,
+        name=name,
+    )(*scalars, *arrays)
+
+
+def _by_tile(*shape: int) -> pl.BlockSpec:
+    """Block (g, n) of an array that has one for every tile, of the last two dimensions given."""
+    return pl.BlockSpec((None, None, *shape), lambda g, n, *_: (g, n, 0, 0))
+
+
+def _rows_by_tile(layout: Layout, size: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, layout.tile * size, LANES), lambda g, n, *_: (g, n, 0))
+
+
+def _by_resource(m: int, layout: Layout) -> pl.BlockSpec:
+    return pl.BlockSpec((None, m, layout.lanes), lambda g, n, resource: (resource[n], 0, g))
+
+
+def forward(
+    query: Num[Array, "G rows U 128"],
+    key: Num[Array, "R m E"],
+    value: Num[Array, "R m E"],
+    tiles: Tiles,
+    *,
+    layout: Layout,
+    scale: float,
+    interpret: bool,
+) -> tuple[Float[Array, "G rows W 128"], Float[Array, "G N h2 t"]]:
+    """Per row, over the keys of its own resource: sum exp(score - top) value, and (top, sum exp(score - top)).
+
+    Tiles past the last are not written.
+    """
+    m, (tile, heads), scores = key.shape[1], (layout.tile, layout.heads), _scores(key, tiles, layout)
+    visible = pl.BlockSpec((None, 1, tile), lambda g, n, *_: (n, 0, 0))
+    rows, table = _rows_by_tile(layout, layout.units), _by_resource(m, layout)
+    groups, count, _, _ = query.shape
+    units = layout.wide.units
+    shapes = [((groups, count * units, LANES), F32), ((groups, len(tiles.resource), 2 * heads, tile), F32)]
+    output, stats = _call(
+        functools.partial(_forward_kernel, layout=layout, scale=scale),
+        "gathered_forward",
+        (layout.groups, tiles.count[0]),
+        ([visible, rows, table, table], [_rows_by_tile(layout, units), _by_tile(2 * heads, tile)]),
+        shapes,
+        (tiles.resource,),
+        (tiles.visible, _flat(query), key, value),
+        flops=4 * layout.d * scores,
+        exps=scores,
+        interpret=interpret,
+    )
+    return output.reshape(groups, count, units, LANES), stats
+
+
+def backward(
+    packed: Num[Array, "G rows U2 128"],
+    stats: Float[Array, "G N h2 t"],
+    key: Num[Array, "R m E"],
+    value: Num[Array, "R m E"],
+    tiles: Tiles,
+    *,
+    layout: Layout,
+    scale: float,
+    interpret: bool,
+) -> tuple[Num[Array, "G rows U 128"], Float[Array, "G N 1 t"], Float[Array, "R m E"], Float[Array, "R m E"]]:
+    """Gradients of rows of queries, biases, keys, values, from rows of (query, d output) and (bias - lse, delta).
+
+    Whatever no tile visits is not written: the caller masks it.
+    """
+    m, tile, scores = key.shape[1], layout.tile, _scores(key, tiles, layout)
+    visible = pl.BlockSpec((None, 1, tile), lambda g, n, *_: (n, 0, 0))
+    table, before = _by_resource(m, layout), _by_tile(2 * layout.heads, tile)
+    groups, rows, size, _ = packed.shape
+    shapes = [
+        ((groups, rows * size // 2, LANES), packed.dtype),
+        ((groups, len(tiles.resource), 1, tile), F32),
+        (key.shape, F32),
+        (key.shape, F32),
+    ]
+    d_query, d_bias, d_key, d_value = _call(
+        functools.partial(_backward_kernel, layout=layout, scale=scale),
+        "gathered_backward",
+        (groups, tiles.count[0]),
+        (
+            [visible, _rows_by_tile(layout, 2 * layout.units), before, table, table],
+            [_rows_by_tile(layout, layout.units), _by_tile(1, tile), table, table],
+        ),
+        shapes,
+        (tiles.resource,),
+        (tiles.visible, _flat(packed), stats, key, value),
+        flops=10 * layout.d * scores,
+        exps=scores,
+        interpret=interpret,
+    )
+    return d_query.reshape(groups, rows, -1, LANES), d_bias, d_key, d_value
+
+
+def _flat(rows: Num[Array, "G rows U 128"]) -> Num[Array, "G V 128"]:
+    return rows.reshape(len(rows), -1, LANES)
+
+
+def _scores(key, tiles: Tiles, layout: Layout) -> int:
+    return key.shape[1] * tiles.visible.size * layout.groups * layout.heads
+
+
+def _by_chunk(rows: int, group: bool = True) -> pl.BlockSpec:
+    shape = (None, rows, CHUNK) if group else (rows, CHUNK)
+    return pl.BlockSpec(shape, lambda g, s, _, chunk: (*((g, 0) if group else (0,)), chunk[s]))
+
+
+def _rows_by_chunk(layout: Layout) -> pl.BlockSpec:
+    return pl.BlockSpec((None, CHUNK * layout.units, LANES), lambda g, s, _, chunk: (g, chunk[s], 0))
+
+
+def merge(
+    rows: Float[Array, "G P W 128"],
+    stats: Float[Array, "G h2 P"],
+    lse: Float[Array, "G h T"],
+    start: Float[Array, "T E"],
+    steps: Steps,
+    *,
+    layout: Layout,
+    interpret: bool,
+) -> tuple[Float[Array, "T E"], Float[Array, "G 1 P"]]:
+    """start + the sum over a token's pairs of exp(top - lse) row; and of every pair exp(top - lse) total, over heads.
+
+    `stats` has the tops, then the totals. Mass is written where there are pairs.
+    """
+    heads, pairs = layout.heads, stats.shape[2]
+    product = functools.partial(_dot, dimensions=(1, 0)) if layout.halves == 1 else _in_three
+    tokens = pl.BlockSpec((BLOCK, layout.lanes), lambda g, s, block, _: (block[s], g))
+    before = pl.BlockSpec((None, heads, BLOCK), lambda g, s, block, _: (g, 0, block[s]))
+    output, mass = _call(
+        functools.partial(_merge_kernel, layout=layout.wide, product=product),
+        "gathered_merge",
+        (layout.groups, steps.count[0]),
+        (
+            [_by_chunk(1, group=False), _by_chunk(2 * heads), before, _rows_by_chunk(layout.wide), tokens],
+            [tokens, _by_chunk(1)],
+        ),
+        [(start.shape, F32), ((layout.groups, 1, pairs), F32)],
+        (steps.block, steps.chunk),
+        (steps.token, stats, lse, _flat(rows), start),
+        flops=2 * BLOCK * start.shape[1] * pairs,
+        exps=layout.groups * heads * pairs,
+        interpret=interpret,
+    )
+    return output, mass
+
+
+def add(
+    rows: Num[Array, "G P U 128"],
+    kind: Int[Array, "1 P"],
+    start: Float[Array, "2 T E"],
+    steps: Steps,
+    *,
+    layout: Layout,
+    interpret: bool,
+) -> Float[Array, "2 T E"]:
+    """start + the sum of the rows of a token's pairs, apart for pairs of kind 0 and of kind 1."""
+    tokens = pl.BlockSpec((2, BLOCK, layout.lanes), lambda g, s, block, _: (0, block[s], g))
+    row = _by_chunk(1, group=False)
+    (total,) = _call(
+        functools.partial(_sum_kernel, layout=layout),
+        "gathered_add",
+        (layout.groups, steps.count[0]),
+        ([row, row, _rows_by_chunk(layout), tokens], [tokens]),
+        [(start.shape, F32)],
+        (steps.block, steps.chunk),
+        (steps.token, kind, _flat(rows), start),
+        flops=4 * BLOCK * start.shape[2] * kind.size,
+        exps=0,
+        interpret=interpret,
+    )
+    return total

@@ -1,0 +1,35 @@
+"""Path B for TPUs, interpreted; `test_aot_gathered` compiles the same kernels for the chips."""
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.block_sparse_attention.tpu import gathered
+from tests.pallas_kernels.base import BlockSparseAttentionTest
+from tests.pallas_kernels.cases import Shape, random_inputs
+
+
+class TestGathered(BlockSparseAttentionTest):
+    implementation = "pallas_tpu_gathered"
+
+    @pytest.mark.skip(reason="jax 0.10 cannot interpret a kernel under shard_map's check of varying axes")
+    def test_sharded_over_devices(self):
+        """The kernels say over which axes their results vary; the interpreter does not follow."""
+
+    @pytest.mark.parametrize(
+        ("heads", "d", "dtype", "rtol"),
+        [
+            (5, 256, jnp.float32, 1e-5),  # two groups, the second with a head that is padding
+            (5, 64, jnp.bfloat16, 1e-2),  # four heads in a unit, and one alone; results are rounded to bfloat16
+            (5, 500, jnp.bfloat16, 1e-2),  # two units a head, two groups
+        ],
+    )
+    def test_whole_units_and_groups_of_heads(self, heads, d, dtype, rtol):
+        self.check(*random_inputs(Shape(tokens=140, m=4, num_context=35, heads=heads, d=d), dtype), rtol)
+
+    @pytest.mark.parametrize(
+        ("d", "dtype", "message"),
+        [(1025, jnp.float32, "head size 1152; wanted at most 1024"), (8, jnp.float16, "dtype float16; wanted float32")],
+    )
+    def test_what_does_not_go_into_rows_is_refused(self, d, dtype, message):
+        with pytest.raises(ValueError, match=message):
+            gathered.choose_layout(heads=2, d=d, dtype=jnp.dtype(dtype), rows=8.0)
