@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.selection import select
+
 BiasScale = Literal["unnormalized", "normalized"]
 
 
@@ -25,13 +27,24 @@ class Allocation(NamedTuple):
     """Resources given."""
 
 
+class Choices(NamedTuple):
+    """What every token can choose from, before it is known how many it can pay for."""
+
+    scores: Float[Array, "b L A"]
+    available: Bool[Array, "b L A"]
+    local: Float[Array, "b L"] | None
+    """Score of the local resource where that is bought before any other."""
+    most: Int[Array, "b L"]
+    """How many a token can be given at all: those that are available, and at most K_max."""
+
+
 class Ranking(NamedTuple):
     """The best available resources of every token, best first; what a budget buys is a prefix of it."""
 
     scores: Float[Array, "b L K"]
     resource: Int[Array, "b L K"]
     most: Int[Array, "b L"]
-    """How many a token can be given at all: those that are available, and at most K_max."""
+    """Of the choices."""
     log_partition: Float[Array, "b L"] | None
     """Of eq 14, where something depends on it."""
 
@@ -42,14 +55,17 @@ def log_affordability(budget: Float[Array, "..."], rank: Int[Array, "..."]) -> F
 
 
 def top_resources(
-    scores: Float[Array, "b L A"], available: Bool[Array, "b L A"], slots: int
+    scores: Float[Array, "b L A"],
+    available: Bool[Array, "b L A"],
+    slots: int,
+    count: Int[Array, "b L"] | None = None,
 ) -> tuple[Float[Array, "b L K"], Int[Array, "b L K"]]:
     """Scores and indices of the best available resources, best first, ties to the lower index (decision 14).
 
-    Unavailable resources come last, with score -inf.
+    Unavailable resources come last, with score -inf. Given how many every token will read, no more need be ranked:
+    slots past `count` hold index 0 and score -inf.
     """
-    scores = jnp.where(available, scores, -jnp.inf)
-    best, index = jax.lax.top_k(scores, slots)
+    index, best = select(jnp.where(available, scores, -jnp.inf), slots, count)
     return best, index
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from aamoe_jax.aamoe import allocation as allocation_lib
 from aamoe_jax.aamoe import budget as budget_lib
 from aamoe_jax.aamoe import resources, statistics
-from aamoe_jax.aamoe.allocation import Allocation, BiasScale, Ranking
+from aamoe_jax.aamoe.allocation import Allocation, BiasScale, Choices, Ranking
 from aamoe_jax.aamoe.cache import Cache, empty_cache
 from aamoe_jax.aamoe.router import Router
 from aamoe_jax.config import ConfigError, ModelConfig
@@ -98,14 +98,15 @@ class AAMoELayer(nnx.Module):
         scores = self.router(h, context.rotation(self.config, self.config.d_model))
         chunk = jnp.broadcast_to(resources.chunk_of(h.shape[1], layer.chunk_size), h.shape[:2])
         chunks = resources.available_chunks(context.segment_ids, layer.chunk_size)
-        ranking = self._rank(*scores, chunk, chunks, context)
-        budget, count, about = self._budgets(h, ranking.most, context)
+        choices = self._choices(*scores, chunk, chunks, context)
+        budget, count, about = self._budgets(h, choices.most, context)
+        ranking = self._rank(choices, chunk, count, context)
         if context.detail == "resources":
             # The log probability of unused slots is set to 0, so that theirs reads 1: it means nothing.
             about["probability"] = jnp.exp(allocation_lib.allocate(ranking, budget, count, "normalized").log_prob)
         return allocation_lib.allocate(ranking, budget, count, self._bias_scale), about
 
-    def _rank(
+    def _choices(
         self,
         chunk_scores: Float[Array, "b L l"],
         expert_scores: Float[Array, "b L E"],
@@ -113,8 +114,8 @@ class AAMoELayer(nnx.Module):
         chunk: Int[Array, "b L"],
         chunks: Bool[Array, "b L l"],
         context: Context,
-    ) -> Ranking:
-        """The best resources of every token: its local one first where there is one, then by score.
+    ) -> Choices:
+        """The scores of all resources, and which of them every token can have.
 
         Args:
           chunk: the chunk that each token is in.
@@ -131,15 +132,22 @@ class AAMoELayer(nnx.Module):
             scores = jnp.where(is_own, local_scores[..., None], scores)
             available |= is_own & context.real[..., None]
         slots = self._slots(scores.shape[-1], context.max_scale)
-        best, index = allocation_lib.top_resources(scores, available, slots - self._local_first)
+        most = jnp.minimum(available.sum(-1) + self._local_first, self._most(slots, context))
+        return Choices(scores, available, local_scores if self._local_first else None, most)
+
+    def _rank(
+        self, choices: Choices, chunk: Int[Array, "b L"], count: Int[Array, "b L"], context: Context
+    ) -> Ranking:
+        """The `count` resources of every token: its local one first where there is one, then by score."""
+        scores, available, local, most = choices
+        slots = self._slots(scores.shape[-1], context.max_scale) - self._local_first
+        best, index = allocation_lib.top_resources(scores, available, slots, count - self._local_first)
         if self._local_first:
-            best = jnp.concatenate([local_scores[..., None], best], axis=-1)
-            index = jnp.concatenate([own, index], axis=-1)
+            best = jnp.concatenate([local[..., None], best], axis=-1)
+            index = jnp.concatenate([chunk[..., None], index], axis=-1)
         partition = None
         if self._bias_scale == "normalized" or context.detail == "resources":
-            local = local_scores if self._local_first else None
             partition = allocation_lib.log_partition(scores, available, local)
-        most = jnp.minimum(available.sum(-1) + self._local_first, self._most(slots, context))
         return Ranking(best, index, most, partition)
 
     def _budgets(
@@ -264,8 +272,9 @@ class AAMoELayer(nnx.Module):
         completed = jnp.arange(cache.key.shape[1]) < chunk[..., None]
         query_router, expert_scores, local_scores = self.router.project(h, turn)
         chunk_scores = cache.chunk_scores(query_router)
-        ranking = self._rank(chunk_scores, expert_scores, local_scores, chunk, completed, context)
-        budget, count, cache = self._next_budget(h, ranking.most, context, cache)
+        choices = self._choices(chunk_scores, expert_scores, local_scores, chunk, completed, context)
+        budget, count, cache = self._next_budget(h, choices.most, context, cache)
+        ranking = self._rank(choices, chunk, count, context)
         allocation = allocation_lib.allocate(ranking, budget, count, self._bias_scale)
         output, lse = paged_attention(
             rotate_heads(query, turn_heads)[:, 0],

@@ -55,6 +55,16 @@ def test_top_resources_match_brute_force_and_break_ties_by_index():
             assert np.isneginf(np.asarray(best)[row, i, len(order) :]).all()
 
 
+def test_no_more_is_ranked_than_is_counted():
+    rng = np.random.default_rng(2)
+    scores, available = jnp.asarray(rng.normal(size=(2, 50, 9)), jnp.float32), jnp.asarray(rng.random((2, 50, 9)) < 0.7)
+    count = jnp.minimum(jnp.asarray(rng.integers(-1, 6, (2, 50)), jnp.int32), available.sum(-1))
+    (all_best, all_index), (best, index) = (top_resources(scores, available, 9, few) for few in (None, count))
+    used = jnp.arange(9) < count[..., None]
+    np.testing.assert_array_equal(index, jnp.where(used, all_index, 0))
+    np.testing.assert_array_equal(best, jnp.where(used, all_best, -jnp.inf))
+
+
 def test_log_prob_is_eq_15_and_probabilities_sum_to_at_most_one():
     rng = np.random.default_rng(1)
     scores = jnp.asarray(rng.normal(size=(1, 20, 7)), jnp.float32)
