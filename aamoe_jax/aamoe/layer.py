@@ -135,9 +135,7 @@ class AAMoELayer(nnx.Module):
         most = jnp.minimum(available.sum(-1) + self._local_first, self._most(slots, context))
         return Choices(scores, available, local_scores if self._local_first else None, most)
 
-    def _rank(
-        self, choices: Choices, chunk: Int[Array, "b L"], count: Int[Array, "b L"], context: Context
-    ) -> Ranking:
+    def _rank(self, choices: Choices, chunk: Int[Array, "b L"], count: Int[Array, "b L"], context: Context) -> Ranking:
         """The `count` resources of every token: its local one first where there is one, then by score."""
         scores, available, local, most = choices
         slots = self._slots(scores.shape[-1], context.max_scale) - self._local_first
