@@ -20,6 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.varying import equally_varying
+
 ROWS, LANES = 8, 128  # one vector register
 BLOCK = ROWS * LANES  # tokens
 GROUP = 32  # resources in one basic block: enough to hide latencies
@@ -34,14 +36,7 @@ def select(
     """See `interface.select`."""
     if 0 in (count.size, slots):
         return jnp.zeros((*count.shape, slots), jnp.int32), jnp.zeros((*count.shape, slots))
-    return _select(slots, score.shape[2], *_equally_varying(score, count))
-
-
-def _equally_varying(*arrays) -> list:
-    """Inside shard_map: let every array vary over the mesh axes that any of them varies over."""
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
-    missing = [tuple(axes - jax.typeof(x).manual_axis_type.varying) for x in arrays]
-    return [jax.lax.pcast(x, names, to="varying") if names else x for x, names in zip(arrays, missing, strict=True)]
+    return _select(slots, score.shape[2], *equally_varying((score, count)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

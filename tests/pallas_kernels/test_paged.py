@@ -1,14 +1,37 @@
-"""Paged attention of one token per sequence against the definition of block-sparse attention."""
+"""Paged attention of one token per sequence, every implementation, against the definition of block-sparse attention."""
+
+import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.block_sparse_attention import Pairs, Slots, block_sparse_attention, paged_attention
-from pallas_kernels.block_sparse_attention.paged import GROUP
+from pallas_kernels.block_sparse_attention.paged import IMPLEMENTATIONS
+from pallas_kernels.block_sparse_attention.paged.xla import GROUP
 
 ROWS, PAGES, M, E, H, SIZE = 3, 5, 8, 4, 2, 16
+SLOTS = GROUP + 3
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def rms_norm(key):
+    """With weights that it closes over."""
+    weight = jnp.linspace(0.5, 1.5, key.shape[-1])
+    key32 = key.astype(jnp.float32)
+    return (weight * key32 * jax.lax.rsqrt(jnp.square(key32).mean(-1, keepdims=True) + 1e-6)).astype(key.dtype)
+
+
+NORMS = {"none": lambda key: key, "half": lambda key: 0.5 * key, "rms": rms_norm}
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "norm"))
+def attend(*given, implementation, norm="none"):
+    return paged_attention(*given, norm_expert_key=NORMS[norm], implementation=implementation)
 
 
 def inputs(slots: int, count, seed: int = 0, experts: int = E, dtype=jnp.float32):
@@ -48,13 +71,14 @@ def definition(query, query_expert, page_key, page_value, expert_key, expert_val
     return tuple(jnp.concatenate([getattr(found, name) for found in outputs]) for name in ("output", "lse"))
 
 
+@every_implementation
 @pytest.mark.parametrize(
     ("slots", "count"),
-    [(1, [1, 1, 0]), (GROUP, [4, 1, 2]), (GROUP + 3, [7, 0, 5]), (PAGES + E, [9, 3, 8]), (3, [0] * 3)],
+    [(1, [1, 1, 0]), (SLOTS, [4, 1, 2]), (SLOTS, [7, 0, 5]), (SLOTS, [0, 0, 6]), (SLOTS, [1, 0, 0]), (SLOTS, [0] * 3)],
 )
-def test_it_is_block_sparse_attention(slots, count):
+def test_it_is_block_sparse_attention(implementation, slots, count):
     given = inputs(slots, count)
-    output, lse = jax.jit(paged_attention)(*given)
+    output, lse = attend(*given, implementation=implementation)
     wanted, wanted_lse = definition(*given)
     np.testing.assert_allclose(output, wanted, atol=1e-5)
     np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
@@ -62,60 +86,106 @@ def test_it_is_block_sparse_attention(slots, count):
     assert (np.asarray(output)[empty] == 0).all()
 
 
-def test_unused_slots_may_hold_anything():
-    *arrays, slots = inputs(6, [2, 5, 1])
-    unused = jnp.arange(6) >= slots.count[:, None]
+@every_implementation
+@pytest.mark.parametrize("seed", range(5))
+def test_any_counts_and_biases(implementation, seed):
+    """Also -inf, which hides a slot, and the largest scores."""
+    rng = np.random.default_rng(seed)
+    *arrays, slots = inputs(SLOTS, rng.integers(0, SLOTS + 1, ROWS), seed)
+    bias = jnp.asarray(rng.choice([-jnp.inf, -80.0, 0.0, 80.0], (ROWS, SLOTS)), jnp.float32)
+    given = (*arrays, slots._replace(bias=bias))
+    for found, wanted in zip(attend(*given, implementation=implementation), definition(*given), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@every_implementation
+def test_unused_slots_may_hold_anything(implementation):
+    *arrays, slots = inputs(SLOTS, [2, 5, 1])
+    unused = jnp.arange(SLOTS) >= slots.count[:, None]
     junk = Slots(
         *(jnp.where(unused, bad, x) for x, bad in zip(slots[:4], (999, jnp.nan, -5, 99), strict=True)), slots[4]
     )
-    for before, after in zip(paged_attention(*arrays, slots), paged_attention(*arrays, junk), strict=True):
+    results = (attend(*arrays, given, implementation=implementation) for given in (slots, junk))
+    for before, after in zip(*results, strict=True):
         np.testing.assert_array_equal(before, after)
 
 
-def test_ranges_of_keys_are_what_a_token_sees():
+@every_implementation
+def test_ranges_of_keys_are_what_a_token_sees(implementation):
     """Two slots that share a page see each key once: together they are one slot over the whole."""
-    *arrays, slots = inputs(2, [2, 2, 2])
-    page, split = jnp.full((ROWS, 1), 3), jnp.full((ROWS, 1), 5)
-    bias = slots.bias[:, :1]
-    halves = Slots(
-        jnp.concatenate([page, page], 1),
-        jnp.concatenate([bias, bias], 1),
-        jnp.concatenate([jnp.zeros_like(split), split], 1),
-        jnp.concatenate([split, jnp.full_like(split, M)], 1),
-        slots.count,
-    )
-    whole = Slots(page, bias, jnp.zeros_like(split), jnp.full_like(split, M), jnp.ones(ROWS, jnp.int32))
-    for left, right in zip(paged_attention(*arrays, halves), paged_attention(*arrays, whole), strict=True):
+    *arrays, slots = inputs(SLOTS, [2, 2, 2])
+    page, split, whole = (jnp.full((ROWS, SLOTS), number) for number in (3, 5, M))
+    second = jnp.arange(SLOTS) == 1
+    bias = jnp.broadcast_to(slots.bias[:, :1], (ROWS, SLOTS))
+    halves = Slots(page, bias, jnp.where(second, split, 0), jnp.where(second, whole, split), slots.count)
+    both = Slots(page, bias, jnp.zeros_like(split), whole, jnp.ones(ROWS, jnp.int32))
+    results = (attend(*arrays, given, implementation=implementation) for given in (halves, both))
+    for left, right in zip(*results, strict=True):
         np.testing.assert_allclose(left, right, atol=1e-5)
 
 
-def test_keys_that_are_not_seen_may_hold_anything():
+@every_implementation
+def test_keys_that_are_not_seen_may_hold_anything(implementation):
     """A page that is being filled holds what an earlier text left behind."""
-    query, query_expert, page_key, page_value, *experts, slots = inputs(4, [4, 2, 3])
+    query, query_expert, page_key, page_value, *experts, slots = inputs(SLOTS, [4, 2, 3])
     hidden = np.ones((ROWS, PAGES, M), bool)
     for row in range(ROWS):
         for slot in range(int(slots.count[row])):
             if slots.resource[row, slot] < PAGES:
                 hidden[row, slots.resource[row, slot], : int(slots.end[row, slot])] = False
     junk = [jnp.where(hidden[..., None, None], 1e4, x) for x in (page_key, page_value)]
-    before = paged_attention(query, query_expert, page_key, page_value, *experts, slots)
-    after = paged_attention(query, query_expert, *junk, *experts, slots)
-    for left, right in zip(before, after, strict=True):
+    results = (
+        attend(query, query_expert, *pages, *experts, slots, implementation=implementation)
+        for pages in ((page_key, page_value), junk)
+    )
+    for left, right in zip(*results, strict=True):
         np.testing.assert_array_equal(left, right)
 
 
-def test_without_experts_and_in_bfloat16():
+@every_implementation
+def test_without_experts(implementation):
     given = inputs(4, [4, 0, 2], experts=0)
-    np.testing.assert_allclose(paged_attention(*given)[0], definition(*given)[0], atol=1e-5)
-    rounded = inputs(6, [6, 3, 2], dtype=jnp.bfloat16)
-    output, lse = paged_attention(*rounded)
+    np.testing.assert_allclose(attend(*given, implementation=implementation)[0], definition(*given)[0], atol=1e-5)
+
+
+@every_implementation
+def test_in_bfloat16_with_experts_in_float32(implementation):
+    *arrays, slots = inputs(SLOTS, [6, 3, 2], dtype=jnp.bfloat16)
+    given = (*arrays[:4], *(x.astype(jnp.float32) for x in arrays[4:]), slots)
+    output, lse = attend(*given, implementation=implementation)
     assert (output.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
-    np.testing.assert_allclose(output.astype(jnp.float32), definition(*rounded)[0].astype(jnp.float32), atol=0.02)
+    wanted = definition(*arrays, slots)[0].astype(jnp.float32)
+    np.testing.assert_allclose(output.astype(jnp.float32), wanted, atol=0.02)
 
 
-def test_expert_keys_are_normed_after_the_gather():
-    given = inputs(5, [5, 4, 3])
-    query, query_expert, page_key, page_value, expert_key, expert_value, slots = given
-    found = paged_attention(*given, norm_expert_key=lambda key: 0.5 * key)
-    wanted = paged_attention(query, query_expert, page_key, page_value, 0.5 * expert_key, expert_value, slots)
-    np.testing.assert_array_equal(found[0], wanted[0])
+@every_implementation
+@pytest.mark.parametrize("norm", ["half", "rms"])
+def test_expert_keys_are_normed_where_they_are_fetched(implementation, norm):
+    given = inputs(SLOTS, [5, 4, 3])
+    found = attend(*given, implementation=implementation, norm=norm)
+    normed = (*given[:4], NORMS[norm](given[4]), *given[5:])
+    for left, right in zip(found, attend(*normed, implementation=implementation), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-6)
+
+
+def test_the_copies_of_the_kernel_do_not_race(capfd):
+    """The chip's memories and copies, simulated: nothing is read before it has arrived, or overwritten before it was
+    read; what was never written is NaN."""
+    given = inputs(SLOTS, [3, 0, 2])
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+        found = jax.jit(functools.partial(paged_attention, implementation="pallas_tpu"))(*given)
+        jax.block_until_ready(found)
+    assert "RACE DETECTED" not in capfd.readouterr().out
+    for left, right in zip(found, attend(*given, implementation="xla"), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-5)
+
+
+def test_sequences_over_the_devices_of_a_mesh():
+    command = [sys.executable, "-m", "tests.pallas_kernels.sharded_decode"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1:] == ["2 devices agree"], result.stderr
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match=r"implementation='paged' is unknown; available: pallas_tpu, xla"):
+        paged_attention(*inputs(1, [1, 1, 1]), implementation="paged")

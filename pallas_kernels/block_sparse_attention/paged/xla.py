@@ -1,4 +1,4 @@
-"""Attention of one token per sequence over the few pages and experts that it was given: what decoding does.
+"""Paged attention in plain JAX: a loop over groups of slots that ends with the longest sequence's last slot.
 
 Shapes: b sequences, l pages a sequence, m keys a page or expert, E experts, K slots, H heads, d head size; G slots are
 attended to at a time.
@@ -11,19 +11,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
+
+from pallas_kernels.block_sparse_attention.paged.types import Slots
 
 GROUP = 4
-
-
-class Slots(NamedTuple):
-    """Which resources every sequence's token meets: its slots below `count`; the others mean nothing."""
-
-    resource: Int[Array, "b K"]  # the sequence's own pages 0..l-1, the shared experts l..l+E-1
-    bias: Float[Array, "b K"]  # added to every score of the slot
-    begin: Int[Array, "b K"]  # keys begin <= j < end of the resource are seen
-    end: Int[Array, "b K"]
-    count: Int[Array, "b"]
 
 
 class Partial(NamedTuple):
@@ -34,7 +26,7 @@ class Partial(NamedTuple):
     output: Float[Array, "b H d"]
 
 
-def paged_attention(
+def attend(
     query: Float[Array, "b H d"],
     query_expert: Float[Array, "b H d"],
     page_key: Float[Array, "b l m H d"],
@@ -43,31 +35,18 @@ def paged_attention(
     expert_value: Float[Array, "E m H d"],
     slots: Slots,
     *,
-    norm_expert_key: Callable[[Array], Array] = lambda key: key,
-    scale: float | None = None,
+    norm: Callable[[Array], Array],
+    scale: float,
 ) -> tuple[Float[Array, "b H d"], Float[Array, "b H"]]:
-    """Output and log-sum-exp of one softmax over all keys that the slots show: `block_sparse_attention` for decoding.
-
-    Reads the chosen pages and experts alone: a loop over groups of slots that ends with the longest sequence's last
-    slot, so that the work follows the budgets and shapes stay static.
-
-    Args:
-      query: (rotated) meets pages. query_expert: (un-rotated) meets experts.
-      norm_expert_key: applied to the rows of expert keys that were gathered, in the type of the query.
-      scale: of the scores; None is d ** -0.5.
-
-    Returns:
-      A token without slots has output 0 and log-sum-exp -inf. Softmax statistics are float32.
-    """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    """See `interface.paged_attention`."""
     padding = -slots.resource.shape[1] % GROUP
     padded = Slots(*(jnp.pad(x, ((0, 0), (0, padding))) for x in slots[:4]), slots.count)
 
-    def attend(step: Array, partial: Partial) -> Partial:
+    def attend_group(step: Array, partial: Partial) -> Partial:
         first = step * GROUP
         group = Slots(*(jax.lax.dynamic_slice_in_dim(x, first, GROUP, axis=1) for x in padded[:4]), slots.count - first)
         is_expert = _is_expert(group, page_key)
-        key = _gather(page_key, expert_key, group, query.dtype, norm_expert_key)
+        key = _gather(page_key, expert_key, group, query.dtype, norm)
         value = _gather(page_value, expert_value, group, query.dtype, lambda value: value)
         either = jnp.where(is_expert[..., None, None], query_expert[:, None], query[:, None])
         score = jnp.einsum("bghd,bgmhd->bhgm", either, key, preferred_element_type=jnp.float32)
@@ -78,7 +57,7 @@ def paged_attention(
         jnp.full((rows, heads), -jnp.inf), jnp.zeros((rows, heads)), jnp.zeros((rows, heads, size), jnp.float32)
     )
     groups = (slots.count.max() + GROUP - 1) // GROUP
-    partial = jax.lax.fori_loop(0, groups, attend, nothing)
+    partial = jax.lax.fori_loop(0, groups, attend_group, nothing)
     some = partial.total > 0
     total = jnp.where(some, partial.total, 1.0)
     lse = jnp.where(some, jnp.log(total) + partial.top, -jnp.inf)

@@ -1,0 +1,54 @@
+"""One function, two implementations: attention of one token per sequence over its own few pages and shared experts.
+
+Shapes: b sequences, l pages a sequence, m keys a page or expert, E experts, K slots, H heads, d head size.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels.block_sparse_attention.paged import tpu, xla
+from pallas_kernels.block_sparse_attention.paged.types import Slots
+
+IMPLEMENTATIONS = {"xla": xla.attend, "pallas_tpu": tpu.attend}
+
+
+def paged_attention(
+    query: Float[Array, "b H d"],
+    query_expert: Float[Array, "b H d"],
+    page_key: Float[Array, "b l m H d"],
+    page_value: Float[Array, "b l m H d"],
+    expert_key: Float[Array, "E m H d"],
+    expert_value: Float[Array, "E m H d"],
+    slots: Slots,
+    *,
+    norm_expert_key: Callable[[Array], Array] = lambda key: key,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "b H d"], Float[Array, "b H"]]:
+    """Output and log-sum-exp of one softmax over all keys that the slots show: `block_sparse_attention` for decoding.
+
+    Reads the chosen pages and experts alone. Shapes are static, the work follows the budgets: those of all sequences
+    together ("pallas_tpu"), or the largest of them ("xla").
+
+    Args:
+      query: (rotated) meets pages. query_expert: (un-rotated) meets experts.
+      norm_expert_key: applied to the rows of expert keys that were fetched, in the type of the query. It sees whole
+        heads, [..., d], and must treat all alike: how many it is given at a time is not its business.
+      scale: of the scores; None is d ** -0.5.
+      implementation: a name in IMPLEMENTATIONS; None picks the best for the device.
+
+    Returns:
+      A token without slots has output 0 and log-sum-exp -inf. Softmax statistics are float32.
+    """
+    name = _best_for(jax.default_backend()) if implementation is None else implementation
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(IMPLEMENTATIONS))}")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    pages, experts = (page_key, page_value), (expert_key, expert_value)
+    return IMPLEMENTATIONS[name](query, query_expert, *pages, *experts, slots, norm=norm_expert_key, scale=scale)
+
+
+def _best_for(backend: str) -> str:
+    return {"tpu": "pallas_tpu"}.get(backend, "xla")
