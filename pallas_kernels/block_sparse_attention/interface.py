@@ -4,7 +4,7 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.block_sparse_attention import reference, xla
-from pallas_kernels.block_sparse_attention.tpu import gathered, resident
+from pallas_kernels.block_sparse_attention.tpu import dense, gathered, resident
 from pallas_kernels.block_sparse_attention.types import Attention, Pairs, Window
 
 IMPLEMENTATIONS = {
@@ -12,6 +12,7 @@ IMPLEMENTATIONS = {
     "xla": xla.attend,
     "pallas_tpu": resident.attend,
     "pallas_tpu_gathered": gathered.attend,
+    "pallas_tpu_dense": dense.attend,
 }
 
 

@@ -86,6 +86,16 @@ class Path(Protocol):
         """Adds the gradients through the routed pairs to `start`."""
 
 
+class LocalWindow(NamedTuple):
+    """How the local window is computed: the two functions of `window`, or others that do the same."""
+
+    attention: Callable
+    gradients: Callable
+
+
+XLA_WINDOW = LocalWindow(window_attention, window_gradients)
+
+
 def attend(
     plan: Callable[[Problem], Path],
     query: Float[Array, "T H d"],
@@ -98,6 +108,7 @@ def attend(
     num_context: int,
     max_pairs: int,
     scale: float,
+    local: LocalWindow = XLA_WINDOW,
 ) -> Attention:
     """See `interface.block_sparse_attention`; `plan` chooses how, and refuses what cannot be done with a ValueError."""
     slots = pairs.resource.shape[1]
@@ -109,7 +120,7 @@ def attend(
         *query.shape, *key.shape[:2], pairs.resource.shape[1], query.dtype, num_context, max_pairs, float(scale)
     )
     path = plan(problem)
-    output, lse, mass = _attend(path, inputs, window, path.tables(inputs.pairs))
+    output, lse, mass = _attend((path, local), inputs, window, path.tables(inputs.pairs))
     return Attention(output, lse, jax.lax.stop_gradient(mass[:, :slots]))
 
 
@@ -123,24 +134,26 @@ def _equally_varying(tree):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(path, inputs, window, tables):
-    return _forward(path, inputs, window, tables)[0]
+def _attend(how, inputs, window, tables):
+    return _forward(how, inputs, window, tables)[0]
 
 
-def _forward(path, inputs, window, tables):
+def _forward(how, inputs, window, tables):
     """Output, log-sum-exp and mass; what the backward pass needs of them."""
+    path, local = how
     query, _, key, value, _ = inputs
     if window is None:
         start = Partial(jnp.zeros_like(query, jnp.float32), jnp.full_like(query[..., 0], -jnp.inf, jnp.float32))
     else:
-        start = Partial(*window_attention(query, key, value, window, path.problem.scale))
+        start = Partial(*local.attention(query, key, value, window, path.problem.scale))
     whole, mass = path.forward(inputs, tables, start)
     # The float32 output is kept: from a rounded one the gradient of every bias would be off by the rounding.
     return (whole.output.astype(query.dtype), whole.lse, mass), (inputs, window, tables, whole)
 
 
-def _backward(path, residuals, cotangents):
+def _backward(how, residuals, cotangents):
     """Gradients from the saved global log-sum-exp: scores are recomputed, nothing of size pairs x m was kept."""
+    path, local = how
     (query, _, key, value, pairs), window, tables, whole = inputs, *_ = residuals
     d_output, d_lse, _ = cotangents
     some = whole.lse > -jnp.inf  # a token that attends to nothing: every gradient exactly 0, whatever its cotangents
@@ -152,7 +165,7 @@ def _backward(path, residuals, cotangents):
     d_window = None
     if window is not None:
         state = start.query, start.key, start.value, jnp.zeros_like(window.bias, jnp.float32)
-        d_query, d_key, d_value, d_bias = window_gradients(query, key, value, window, *given, state, path.problem.scale)
+        d_query, d_key, d_value, d_bias = local.gradients(query, key, value, window, *given, state, path.problem.scale)
         start = start._replace(query=d_query, key=d_key, value=d_value)
         d_window = Window(d_bias.astype(window.bias.dtype), None)
 

@@ -1,0 +1,198 @@
+"""Path C: dense attention under a bias row per resource, for tokens that meet a good part of all resources.
+
+A tile of tokens meets every block of resources of which some token chose one; whom it did not choose, a token does not
+see. Where that is most of them, nothing is sorted and nothing gathered, and the price is the pairs that nobody chose:
+it is the faster path when more than a quarter to two fifths of the pairs are chosen, as in short contexts.
+
+A block is of context chunks or of experts, never of both: they meet different queries.
+
+Shapes: T tokens, W tokens padded to whole tiles, K slots, R resources, m keys a resource, H heads, d head size,
+B blocks, n resources a block, S keys of all blocks, G head groups, h heads a group, E lanes of a token, D = h*d,
+t tokens a tile.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from pallas_kernels.block_sparse_attention import operation
+from pallas_kernels.block_sparse_attention.operation import Cotangents, Gradients, Inputs, Partial, Problem
+from pallas_kernels.block_sparse_attention.tile import finite
+from pallas_kernels.block_sparse_attention.tpu import dense_kernels
+from pallas_kernels.block_sparse_attention.tpu import window as tpu_window
+from pallas_kernels.block_sparse_attention.tpu.dense_kernels import Layout, Rows, Steps
+from pallas_kernels.block_sparse_attention.tpu.lanes import (
+    LANES,
+    compiled_or_interpreted,
+    group_heads,
+    pad_rows,
+    round_up,
+    side_by_side,
+    to_stats,
+)
+from pallas_kernels.block_sparse_attention.types import Pairs
+
+SUBLANES = 16  # rows of a register of bfloat16; float32 has half as many
+GROUP = 1024  # lanes of a head group: more make code that takes long to compile
+TILE, KEYS = 512, 512  # a tile and a block: what is read of a resource, or added to a sum, is small beside the scores
+VMEM_BYTES = 56 * 2**20  # of the 64 MiB that the smallest chips have (v5p, TPU7x)
+VMEM_SLACK = 6 * 2**20  # what the compiler wants beside the arrays: scores and weights of two heads
+
+
+class Tables(NamedTuple):
+    """The pairs that count, and the steps of both passes: by tile (forward), by block (backward)."""
+
+    chosen: Int[Array, "T K"]  # the row of the resource; -1 where a slot is not used
+    by_tile: Steps
+    by_block: Steps
+
+
+class Path(NamedTuple):
+    """See `operation.Path`. A row is a resource, or padding of the last block of its kind."""
+
+    problem: Problem
+    layout: Layout
+
+    def tables(self, pairs: Pairs) -> Tables:
+        """Pairs past the bound are not chosen."""
+        problem, layout = self.problem, self.layout
+        first = jnp.cumsum(pairs.count, dtype=jnp.int32) - pairs.count
+        used = jnp.arange(problem.slots) < jnp.clip(problem.max_pairs - first, 0, pairs.count)[:, None]
+        padding = jnp.where(pairs.resource < problem.num_context, 0, -problem.num_context % layout.block)
+        chosen = jnp.where(used, pairs.resource + padding, -1)
+        block = jnp.where(used, chosen // layout.block, -1)
+        block = pad_rows(block, layout.tiles * layout.tile, fill=-1).reshape(layout.tiles, -1)
+        wanted = (jnp.arange(sum(layout.blocks))[:, None, None] == block).any(2)
+        by_block, by_tile = _places(wanted), _places(wanted.T)
+        return Tables(chosen, Steps(*by_tile), Steps(by_block[1], by_block[0], by_block[2]))
+
+    def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
+        """The sums of a tile begin as the window's."""
+        layout, (tokens, heads, d) = self.layout, inputs.query.shape
+        state = self._lanes(start.output), to_stats(start.lse, layout, fill=-jnp.inf)
+        output, lse, pair_lse = self._run(dense_kernels.forward, *self._arrays(inputs, tables), *state, tables.by_tile)
+        output = output[:tokens].reshape(tokens, -1, layout.d)[:, :heads, :d]
+        whole = Partial(output, lse.reshape(-1, lse.shape[-1])[:heads, :tokens].T)
+        return whole, _to_slots(self._mass(pair_lse, lse), tables.chosen)
+
+    def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
+        """One pass: the gradients of all queries stay in fast memory."""
+        layout, (tokens, heads, d) = self.layout, inputs.query.shape
+        given = self._lanes(cotangents.output), *(to_stats(x, layout, fill=0.0) for x in cotangents[1:])
+        d_query, d_key, d_value, d_rows = self._run(
+            dense_kernels.backward, *self._arrays(inputs, tables), *given, tables.by_block
+        )
+        d_query = d_query.transpose(0, 2, 4, 1, 3).reshape(2, layout.tiles * layout.tile, -1, layout.d)
+        d_query = d_query[:, :tokens, :heads, :d]
+        d_queries = (x if blocks else jnp.zeros_like(x) for x, blocks in zip(d_query, layout.blocks, strict=True))
+        d_bias = _to_slots(d_rows.sum(0).reshape(-1, d_rows.shape[-1]), tables.chosen)
+        routed = Gradients(*d_queries, self._resources(d_key), self._resources(d_value), d_bias)
+        return jax.tree.map(jnp.add, start, routed)
+
+    def _arrays(self, inputs: Inputs, tables: Tables) -> tuple[Rows, Array, Array, Array]:
+        """Rows, queries, keys and values as both kernels want them."""
+        pairs, layout, tokens = inputs.pairs, self.layout, self.layout.tiles * self.layout.tile
+
+        def row(x: Shaped[Array, "T K"]) -> Shaped[Array, "B n W"]:
+            x = _from_slots(x, tables.chosen, sum(layout.blocks) * layout.block)
+            return pad_rows(x.T, tokens).T.reshape(-1, layout.block, tokens)
+
+        rows = Rows(row(pairs.bias.astype(jnp.float32)), row(jnp.clip(pairs.visible, 0, self.problem.m)))
+        query = jnp.stack([self._lanes(x) for x in (inputs.query, inputs.query_expert)])
+        return rows, query, self._table(inputs.key), self._table(inputs.value)
+
+    def _lanes(self, x: Shaped[Array, "T H d"]) -> Shaped[Array, "W E"]:
+        """Heads side by side, for every token."""
+        return pad_rows(side_by_side(x, self.layout), self.layout.tiles * self.layout.tile)
+
+    def _table(self, x: Shaped[Array, "R m H d"]) -> Shaped[Array, "S E"]:
+        """Heads side by side, for every key of every row; nothing moves where nothing is padded."""
+        layout, context = self.layout, self.problem.num_context
+        x = jnp.pad(side_by_side(x, layout), ((0, 0), (0, layout.m - self.problem.m), (0, 0)))
+        parts = zip((x[:context], x[context:]), layout.blocks, strict=True)
+        return jnp.concatenate([pad_rows(x, blocks * layout.block) for x, blocks in parts]).reshape(-1, x.shape[-1])
+
+    def _resources(self, x: Float[Array, "S E"]) -> Float[Array, "R m H d"]:
+        """The inverse of `_table`."""
+        layout, problem = self.layout, self.problem
+        x = x.reshape(-1, layout.m, layout.groups * layout.heads, layout.d)
+        x = x[:, : problem.m, : problem.heads, : problem.d]
+        experts = layout.blocks[0] * layout.block
+        return jnp.concatenate([x[: problem.num_context], x[experts:][: problem.resources - problem.num_context]])
+
+    def _mass(self, pair_lse: Float[Array, "G B hn W"], lse: Float[Array, "G h W"]) -> Float[Array, "S W"]:
+        """Share of every row, mean over heads; those that are padding do not count."""
+        layout, heads = self.layout, self.problem.heads
+        pair_lse = pair_lse.reshape(*pair_lse.shape[:2], layout.heads, layout.block, -1)
+        share = jnp.exp(pair_lse - finite(lse)[:, None, :, None])
+        real = jnp.arange(layout.groups * layout.heads).reshape(layout.groups, 1, -1, 1, 1) < heads
+        return jnp.where(real, share, 0.0).sum((0, 2)).reshape(-1, lse.shape[-1]) / heads
+
+    def _run(self, kernel, *arrays):
+        size = vmem_bytes(self.layout, self.problem.dtype.itemsize)
+        kernel = functools.partial(kernel, layout=self.layout, scale=self.problem.scale, vmem_bytes=size)
+        return compiled_or_interpreted(kernel, *arrays)
+
+
+def plan(problem: Problem) -> Path:
+    """The largest groups of heads with which the gradients of all tokens' queries fit into fast memory."""
+    return Path(problem, choose_layout(problem))
+
+
+attend = functools.partial(operation.attend, plan, local=tpu_window.LOCAL)
+
+
+def choose_layout(problem: Problem) -> Layout:
+    """See `plan`; refuses what no group of heads can do, with a ValueError."""
+    tile = min(TILE, round_up(problem.tokens, LANES))
+    tiles, m = -(-problem.tokens // tile), round_up(problem.m, SUBLANES)
+    kinds = problem.num_context, problem.resources - problem.num_context
+    block = max(1, min(KEYS // m, max(kinds)))
+    blocks = tuple(-(-resources // block) for resources in kinds)
+    for lanes in (GROUP >> i for i in range(4)):
+        layout = Layout(tile, tiles, block, blocks, m, *group_heads(problem.heads, problem.d, lanes))
+        if vmem_bytes(layout, problem.dtype.itemsize) <= VMEM_BYTES:
+            return layout
+    raise ValueError(
+        f"{problem.tokens} tokens of head size {problem.d} and resources of {problem.m} keys need "
+        f"{vmem_bytes(layout, problem.dtype.itemsize) / 2**20:.0f} MiB of VMEM in one call; wanted at most "
+        f"{VMEM_BYTES // 2**20}: fewer tokens a device, or implementation='xla'"
+    )
+
+
+def vmem_bytes(layout: Layout, itemsize: int) -> int:
+    """Fast memory of the pass that wants more. Blocks have two buffers: one is filled while the other is used."""
+    row, tokens, keys = 4 * layout.tile, layout.tile * layout.lanes, layout.keys * layout.lanes
+    stats = layout.heads * row
+    shift = layout.keys * row
+    forward = 2 * (tokens * (itemsize + 8) + 2 * keys * itemsize + layout.block * stats + 2 * stats) + 4 * tokens
+    backward = 2 * (2 * tokens * itemsize + keys * 2 * (itemsize + 4) + 2 * stats) + layout.tiles * 4 * tokens
+    return max(forward, backward) + shift + VMEM_SLACK
+
+
+def _places(wanted: Bool[Array, "a b"]) -> tuple[Int[Array, "N"], Int[Array, "N"], Int[Array, ""]]:
+    """Rows and columns of all that is wanted, in order, -1 past the last; and how many there are.
+
+    A row in which nothing is wanted has its first column, so that its output is written.
+    """
+    rows, columns = wanted.shape
+    wanted |= (jnp.arange(columns) == 0) & ~wanted.any(1, keepdims=True)
+    number = jnp.cumsum(wanted.ravel(), dtype=jnp.int32)
+    place = jnp.searchsorted(number, jnp.arange(1, rows * columns + 2, dtype=jnp.int32)).astype(jnp.int32)
+    there = place < rows * columns
+    return jnp.where(there, place // columns, -1), jnp.where(there, place % columns, -1), number[-1]
+
+
+def _from_slots(x_TK: Shaped[Array, "T K"], chosen: Int[Array, "T K"], rows: int) -> Shaped[Array, "R T"]:
+    """Row of every resource; 0 where a token did not choose it. Compared, not scattered: a few operations a pair."""
+    match = jnp.arange(rows, dtype=jnp.int32)[:, None, None] == chosen.T
+    return jnp.where(match, x_TK.T, 0).sum(1)
+
+
+def _to_slots(x_RT: Float[Array, "R W"], chosen: Int[Array, "T K"]) -> Float[Array, "T K"]:
+    """What the rows hold for every slot's resource; 0 at unused slots, whatever unvisited places hold."""
+    match = jnp.arange(len(x_RT), dtype=jnp.int32)[:, None, None] == chosen.T
+    return jnp.where(match, x_RT[:, None, : len(chosen)], 0.0).sum(0).T

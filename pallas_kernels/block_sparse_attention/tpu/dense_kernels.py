@@ -1,0 +1,293 @@
+"""The kernels of dense attention under a bias row per resource: a tile of tokens against a block of resources.
+
+Scores are transposed, keys by tokens: a bias, a maximum or a log-sum-exp is a row of lanes, and reductions over keys
+are sums of whole registers. A grid step is one (tile, block) in which some token meets some resource; the others are
+never visited. Exponentials are to base 2, as the hardware takes them.
+
+Shapes: T tokens, B blocks (those of context first), n resources a block, m keys a resource, N steps and one more,
+G head groups, h heads a group, d head size, D = h*d lanes of a group, E of all groups, S keys of all blocks,
+t tokens a tile, c tiles.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int, Num
+
+F32 = jnp.float32
+LOWEST = -1e30  # the maximum of nothing: finite, so that differences are numbers
+LOG2_E = math.log2(math.e)
+
+
+class Layout(NamedTuple):
+    """Static sizes, all padded: `tile` to 128, `m` to 16, `heads` of a group times `d` to 128."""
+
+    tile: int  # tokens a tile
+    tiles: int
+    block: int  # resources a block
+    blocks: tuple[int, int]  # of context, of experts: no block has both
+    m: int
+    groups: int
+    heads: int  # of a group
+    d: int
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a group."""
+        return self.heads * self.d
+
+    @property
+    def keys(self) -> int:
+        """Keys of a block."""
+        return self.block * self.m
+
+
+class Steps(NamedTuple):
+    """The steps of a grid in order. One entry follows the last step: tile -1."""
+
+    tile: Int[Array, "N"]
+    block: Int[Array, "N"]
+    number: Int[Array, ""]
+
+
+class Rows(NamedTuple):
+    """Of every resource, a row over tokens."""
+
+    bias: Float[Array, "B n T"]
+    visible: Int[Array, "B n T"]  # 0: the token does not meet the resource
+
+
+def dot(a, b, dimensions: tuple[int, int]):
+    """The matrix product that contracts one dimension of each, in float32."""
+    # Products of bfloat16 are exact in float32; float32 asks for all its passes.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == F32 else None
+    contract = ((dimensions[:1], dimensions[1:]), ((), ()))
+    return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=F32)
+
+
+def _shift(shift_ref, bias_ref, visible_ref, layout: Layout) -> None:
+    """What is added to every score, to base 2: the bias, or -inf where the key is hidden. All heads share it."""
+    key = jax.lax.broadcasted_iota(jnp.int32, (layout.m, layout.tile), 0)
+    for r in range(layout.block):
+        bias, visible = bias_ref[0, r : r + 1] * LOG2_E, visible_ref[0, r : r + 1]
+        shift_ref[r * layout.m : (r + 1) * layout.m] = jnp.where(key < visible, bias, -jnp.inf)
+
+
+def _by_resource(x, layout: Layout):
+    """Sums over the keys of every resource of a block."""
+    return x.reshape(layout.block, layout.m, layout.tile).sum(axis=1)
+
+
+def _kind(block, layout: Layout):
+    return (block >= layout.blocks[0]).astype(jnp.int32)  # 0: context, rotated queries; 1: experts
+
+
+def _head(h: int, layout: Layout) -> slice:
+    return slice(h * layout.d, (h + 1) * layout.d)
+
+
+def _forward_kernel(
+    tile, block,  # scalars
+    bias_ref, visible_ref, query_ref, key_ref, value_ref, start_ref, start_lse_ref,  # in
+    output_ref, lse_ref, pair_lse_ref,  # out
+    shift, sums, tops, totals,  # scratch
+    *, layout: Layout, scale: float,
+):  # fmt: skip
+    step, heads = pl.program_id(1), range(layout.heads)
+
+    @pl.when((step == 0) | (tile[step] != tile[jnp.maximum(step - 1, 0)]))
+    def _():
+        tops[...] = jnp.maximum(start_lse_ref[0] * LOG2_E, LOWEST)
+        totals[...] = jnp.where(start_lse_ref[0] > -jnp.inf, 1.0, 0.0)
+        for h in heads:  # a start of no weight may hold anything finite
+            sums[_head(h, layout)] = start_ref[:, _head(h, layout)].T * totals[h : h + 1]
+
+    _shift(shift, bias_ref, visible_ref, layout)
+
+    def scores(h: int):
+        return dot(key_ref[:, _head(h, layout)], query_ref[:, _head(h, layout)], (1, 1))
+
+    def weights(h: int, score):
+        row = slice(h, h + 1)
+        score = score * (scale * LOG2_E) + shift[...]
+        old = tops[row]
+        top = jnp.maximum(old, jnp.max(score, axis=0, keepdims=True))
+        weight, decay = jnp.exp2(score - top), jnp.exp2(old - top)
+        pair_totals = _by_resource(weight, layout)
+        pair_lse_ref[0, 0, h * layout.block : (h + 1) * layout.block] = jnp.log(pair_totals) + top / LOG2_E
+        totals[row] = totals[row] * decay + jnp.sum(pair_totals, axis=0, keepdims=True)
+        tops[row] = top
+        return weight.astype(value_ref.dtype), decay
+
+    def add(h: int, weight, decay):
+        lanes = _head(h, layout)
+        sums[lanes] = sums[lanes] * decay + dot(value_ref[:, lanes], weight, (0, 0))
+
+    # One head's weights are made between the products of its neighbours, which keep the matrix units busy.
+    score, made = scores(0), None
+    for h in heads:
+        ahead = scores(h + 1) if h + 1 < layout.heads else None
+        if made:
+            add(h - 1, *made)
+        made, score = weights(h, score), ahead
+    add(layout.heads - 1, *made)
+
+    @pl.when(tile[step] != tile[step + 1])
+    def _():
+        total = totals[...]
+        lse_ref[0] = jnp.log(total) + tops[...] / LOG2_E
+        share = 1.0 / jnp.where(total > 0, total, 1.0)
+        for h in heads:
+            output_ref[:, _head(h, layout)] = (sums[_head(h, layout)] * share[h : h + 1]).T
+
+
+def _backward_kernel(
+    tile, block,  # scalars
+    bias_ref, visible_ref, query_ref, key_ref, value_ref, d_output_ref, lse_ref, delta_ref,  # in
+    d_query_ref, d_key_ref, d_value_ref, d_bias_ref,  # out
+    shift,  # scratch
+    *, layout: Layout, scale: float,
+):  # fmt: skip
+    step, dtype = pl.program_id(1), key_ref.dtype
+
+    @pl.when((step == 0) | (_kind(block[step], layout) != _kind(block[jnp.maximum(step - 1, 0)], layout)))
+    def _():
+        def zero(i, carry):
+            d_query_ref[0, 0, i] = jnp.zeros((layout.lanes, layout.tile), F32)
+            return carry
+
+        jax.lax.fori_loop(0, layout.tiles, zero, 0)
+
+    @pl.when((step == 0) | (block[step] != block[jnp.maximum(step - 1, 0)]))
+    def _():
+        d_key_ref[...] = jnp.zeros_like(d_key_ref)
+        d_value_ref[...] = jnp.zeros_like(d_value_ref)
+
+    _shift(shift, bias_ref, visible_ref, layout)
+    d_bias = jnp.zeros((layout.block, layout.tile), F32)
+    for h in range(layout.heads):
+        lanes, row = _head(h, layout), slice(h, h + 1)
+        query, d_output = query_ref[:, lanes], d_output_ref[:, lanes].astype(dtype)
+        key, value = key_ref[:, lanes], value_ref[:, lanes]
+        score = dot(key, query, (1, 1)) * (scale * LOG2_E) + shift[...]
+        weight = jnp.exp2(score - lse_ref[0, row] * LOG2_E)
+        d_value_ref[:, lanes] += dot(weight.astype(dtype), d_output, (1, 0))
+        d_score = weight * (dot(value, d_output, (1, 1)) - delta_ref[0, row])
+        d_bias += _by_resource(d_score, layout)
+        d_score = d_score.astype(dtype)
+        d_key_ref[:, lanes] += dot(d_score, query, (1, 0))
+        d_query_ref[0, 0, tile[step], lanes] += dot(key, d_score, (0, 0))
+    d_bias_ref[0, 0] = d_bias
+
+
+def _blocks(layout: Layout) -> dict[str, pl.BlockSpec]:
+    """Which part of every array a step sees: t and b are the tiles and the blocks of all steps."""
+    tile, lanes, rows = layout.tile, layout.lanes, (layout.block, layout.tile)
+    return {
+        "rows": pl.BlockSpec((1, *rows), lambda g, i, t, b: (b[i], 0, t[i])),
+        "query": pl.BlockSpec((None, tile, lanes), lambda g, i, t, b: (_kind(b[i], layout), t[i], g)),
+        "tokens": pl.BlockSpec((tile, lanes), lambda g, i, t, b: (t[i], g)),
+        "stats": pl.BlockSpec((1, layout.heads, tile), lambda g, i, t, b: (g, 0, t[i])),
+        "table": pl.BlockSpec((layout.keys, lanes), lambda g, i, t, b: (b[i], g)),
+        "d_rows": pl.BlockSpec((1, 1, *rows), lambda g, i, t, b: (g, b[i], 0, t[i])),
+        "pairs": pl.BlockSpec((1, 1, layout.heads * layout.block, tile), lambda g, i, t, b: (g, b[i], 0, t[i])),
+        # The sums of all tokens' queries stay for as long as the kind does: one buffer.
+        "d_query": pl.BlockSpec(
+            (1, 1, layout.tiles, lanes, tile),
+            lambda g, i, t, b: (_kind(b[i], layout), g, 0, 0, 0),
+            pipeline_mode=pl.Buffered(1),
+        ),
+    }
+
+
+def _call(kernel, name: str, steps: Steps, layout: Layout, specs, shapes, scratch, vmem_bytes, arrays, interpret):
+    # Inside shard_map a kernel must say over which axes of the mesh its results vary: over those of its arguments.
+    varying = jax.typeof(arrays[0]).manual_axis_type
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        grid=(layout.groups, steps.number),
+        in_specs=specs[0],
+        out_specs=specs[1],
+        scratch_shapes=[pltpu.VMEM(shape, F32) for shape in scratch],
+    )
+    return pl.pallas_call(
+        kernel,
+        grid_spec=grid,
+        out_shape=[jax.ShapeDtypeStruct(shape, F32, manual_axis_type=varying) for shape in shapes],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_bytes
+        ),
+        interpret=interpret,
+        name=name,
+    )(steps.tile, steps.block, *arrays)
+
+
+def forward(
+    rows: Rows,
+    query: Num[Array, "2 T E"],
+    key: Num[Array, "S E"],
+    value: Num[Array, "S E"],
+    start: Float[Array, "T E"],
+    start_lse: Float[Array, "G h T"],
+    steps: Steps,
+    *,
+    layout: Layout,
+    scale: float,
+    vmem_bytes: int,
+    interpret: bool,
+) -> tuple[Float[Array, "T E"], Float[Array, "G h T"], Float[Array, "G B hn T"]]:
+    """Attention over all blocks, added to `start`; and the log-sum-exp of every pair.
+
+    Steps in order of tiles, every tile at least once. Pairs in blocks that were not visited hold anything.
+    """
+    spec, (blocks, _, tokens) = _blocks(layout), rows.bias.shape
+    into = [spec[x] for x in ("rows", "rows", "query", "table", "table", "tokens", "stats")]
+    out = [spec[x] for x in ("tokens", "stats", "pairs")]
+    shapes = [start.shape, start_lse.shape, (layout.groups, blocks, layout.heads * layout.block, tokens)]
+    stats = layout.heads, layout.tile
+    scratch = [(layout.keys, layout.tile), (layout.lanes, layout.tile), stats, stats]
+    kernel = functools.partial(_forward_kernel, layout=layout, scale=scale)
+    arrays = *rows, query, key, value, start, start_lse
+    name = "dense_attention_forward"
+    return tuple(_call(kernel, name, steps, layout, (into, out), shapes, scratch, vmem_bytes, arrays, interpret))
+
+
+def backward(
+    rows: Rows,
+    query: Num[Array, "2 T E"],
+    key: Num[Array, "S E"],
+    value: Num[Array, "S E"],
+    d_output: Num[Array, "T E"],
+    lse: Float[Array, "G h T"],
+    delta: Float[Array, "G h T"],
+    steps: Steps,
+    *,
+    layout: Layout,
+    scale: float,
+    vmem_bytes: int,
+    interpret: bool,
+) -> tuple[Float[Array, "2 G c D t"], Float[Array, "S E"], Float[Array, "S E"], Float[Array, "G B n T"]]:
+    """Gradients of queries, keys, values and biases.
+
+    Steps in order of blocks, every block at least once. What was not visited holds anything: biases, and the queries
+    of a kind of which there are no blocks.
+    """
+    spec = _blocks(layout)
+    into = [spec[x] for x in ("rows", "rows", "query", "table", "table", "tokens", "stats", "stats")]
+    out = [spec[x] for x in ("d_query", "table", "table", "d_rows")]
+    shapes = [
+        (2, layout.groups, layout.tiles, layout.lanes, layout.tile),
+        key.shape,
+        key.shape,
+        (layout.groups, *rows.bias.shape),
+    ]
+    kernel = functools.partial(_backward_kernel, layout=layout, scale=scale)
+    scratch = [(layout.keys, layout.tile)]
+    arrays = *rows, query, key, value, d_output, lse, delta
+    name = "dense_attention_backward"
+    return tuple(_call(kernel, name, steps, layout, (into, out), shapes, scratch, vmem_bytes, arrays, interpret))

@@ -1,0 +1,78 @@
+"""Dense attention under a bias row per resource, and the local window as a kernel: interpreted here.
+
+`test_aot_dense` compiles them for the chips.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.block_sparse_attention import Pairs
+from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, LocalWindow, Problem
+from pallas_kernels.block_sparse_attention.tpu import dense
+from pallas_kernels.block_sparse_attention.tpu import window as tpu_window
+from tests.pallas_kernels.base import BlockSparseAttentionTest, assert_close
+from tests.pallas_kernels.cases import Inputs, Shape, random_inputs
+
+
+class TestPallasTpuDense(BlockSparseAttentionTest):
+    implementation = "pallas_tpu_dense"
+
+    @pytest.mark.skip(reason="jax 0.10 cannot interpret a kernel under shard_map's check of varying axes")
+    def test_sharded_over_devices(self):
+        """The kernels say over which axes their results vary; the interpreter does not follow."""
+
+    def test_groups_of_heads(self):
+        self.check(*random_inputs(Shape(tokens=16, m=8, num_context=2, heads=5, d=256)))
+
+
+PROBLEM = Problem(4096, 8, 128, 96, 128, 8, jnp.dtype("bfloat16"), 32, 4096 * 8, 0.1)
+
+
+def test_only_blocks_that_some_token_of_the_tile_chose_are_visited():
+    path = dense.plan(PROBLEM._replace(tokens=1024, m=256, slots=2, max_pairs=2048))
+    assert (path.layout.tiles, path.layout.block) == (2, 2)
+    resource = jnp.zeros((1024, 2), jnp.int32).at[700].set(jnp.array([5, 40]))
+    pairs = Pairs(resource, 0.0 * resource, resource, jnp.zeros(1024, jnp.int32).at[700].set(2))
+    tables = path.tables(pairs)
+    steps = [(int(t), int(b)) for t, b, _ in zip(*tables.by_tile[:2], range(tables.by_tile.number), strict=False)]
+    assert steps == [(0, 0), (1, 2), (1, 20)]  # the first tile chose nothing, and has to be written
+    steps = {(int(t), int(b)) for t, b, _ in zip(*tables.by_block[:2], range(tables.by_block.number), strict=False)}
+    assert steps == {(0, b) for b in range(48) if b not in (2, 20)} | {(1, 2), (1, 20)}
+
+
+def test_many_tokens_make_small_groups_of_heads_and_too_many_are_refused():
+    groups = [dense.plan(PROBLEM._replace(tokens=tokens)).layout.groups for tokens in (4096, 16384, 32768)]
+    assert groups[0] == 1
+    assert groups == sorted(groups)
+    assert groups[-1] > 1
+    with pytest.raises(ValueError, match=r"1048576 tokens .* need \d+ MiB of VMEM in one call; wanted at most 56"):
+        dense.plan(PROBLEM._replace(tokens=2**20))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(tokens=24, m=8, num_context=3, segments=3),
+        Shape(tokens=390, m=130, num_context=3, experts=0, slots=3),  # two tiles, the window one and a bit of registers
+        Shape(tokens=384, m=128, num_context=3, heads=3, d=512, segments=2),  # three tiles, two groups of heads
+    ],
+    ids=lambda shape: f"{shape.tokens} tokens, m={shape.m}",
+)
+def test_the_window_kernels_are_the_window(shape):
+    inputs, _ = random_inputs(shape)
+    here, there = (_window(inputs, local) for local in (XLA_WINDOW, tpu_window.LOCAL))
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(there), jax.tree.leaves(here), strict=True):
+        assert_close(a, b, 1e-5, jax.tree_util.keystr(path))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _window(inputs: Inputs, local: LocalWindow):
+    """Output, log-sum-exp, and what is added to gradients that are there already."""
+    query, key, value, mine = inputs.query, inputs.key, inputs.value, inputs.window
+    output, lse = local.attention(query, key, value, mine, 0.5)
+    lse = jnp.logaddexp(jnp.where(lse > -jnp.inf, lse, 0.0), 0.3)
+    state = query, key, value, inputs.d_lse[:, 0]
+    return output, lse, local.gradients(query, key, value, mine, inputs.d_output, lse, inputs.d_lse, state, 0.5)
