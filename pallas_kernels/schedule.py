@@ -99,7 +99,9 @@ def parse_loops(text: str) -> tuple[tuple[Loop, ...], list[int]]:
     for number, loop in enumerate(starts):
         mine = [i for i, which in enumerate(owner) if which == number]
         exits = [match for i in mine if (match := _EXIT.search(bundles[i]))]
-        always = [i for i in mine if not any(loop.start <= start < i < end for start, end in skipped)]
+        always = [
+            i for i in mine if not any(loop.start <= branch and start < i < end for branch, start, end in skipped)
+        ]
         trips = int(exits[-1].group(1)) if exits else None
         loops.append(Loop(loop.depth, len(always), trips, loop.conditional))
         for i in () if loop.conditional else always:
@@ -107,7 +109,7 @@ def parse_loops(text: str) -> tuple[tuple[Loop, ...], list[int]]:
     return tuple(loops), issued
 
 
-def _nesting(bundles: list[str], skipped: list[tuple[int, int]]) -> tuple[list[_Open], list[int | None]]:
+def _nesting(bundles: list[str], skipped: list[tuple[int, int, int]]) -> tuple[list[_Open], list[int | None]]:
     """The loops in order of appearance, and the innermost one that every bundle belongs to."""
     owner: list[int | None] = []
     starts: list[_Open] = []
@@ -122,7 +124,7 @@ def _nesting(bundles: list[str], skipped: list[tuple[int, int]]) -> tuple[list[_
         if begins:
             stack.append(len(starts))
             inside = starts[stack[-2]].start if len(stack) > 1 else 0
-            starts.append(_Open(depth, i, any(start >= inside and start < i < end for start, end in skipped)))
+            starts.append(_Open(depth, i, any(inside <= branch and start < i < end for branch, start, end in skipped)))
         owner.append(stack[-1] if stack else None)
     return starts, owner
 
@@ -138,8 +140,8 @@ def _bundles(text: str) -> list[str]:
     return bundles
 
 
-def _skipped(bundles: list[str]) -> list[tuple[int, int]]:
-    """(branch, target) of every branch forward that may jump over bundles."""
+def _skipped(bundles: list[str]) -> list[tuple[int, int, int]]:
+    """(branch, the last of its delay slots, target) of every branch forward that may jump over bundles."""
     first: dict[str, int] = {}
     for i, line in enumerate(bundles):
         for region in _REGION.findall(line):
@@ -151,5 +153,5 @@ def _skipped(bundles: list[str]) -> list[tuple[int, int]]:
             # Delay slots follow a branch: a shorter jump skips nothing. One over most of the kernel guards the work
             # itself: an empty grid, or the steps that only fill and drain the pipeline.
             if i + DELAY_SLOTS < target < i + len(bundles) / 2:
-                spans.append((i + DELAY_SLOTS, target))
+                spans.append((i, i + DELAY_SLOTS, target))
     return spans
