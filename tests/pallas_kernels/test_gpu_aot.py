@@ -53,3 +53,34 @@ def test_every_gpu_compiles_and_leaves_its_assembly(chip, tmp_path):
     assert kernel.target == "sm_90a"
     assert (kernel.wgmma, kernel.tma_loads, kernel.tma_stores) == (4, 1, 1)
     assert kernel.spill_bytes == kernel.stack_bytes == 0
+
+
+@needs_plugin
+@pytest.mark.parametrize("name", ["forward", "d_query", "d_key"])
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"m": 64}, {"m": 256}, {"d": 64, "heads": 16}, {"d": 64, "m": 512}, {"dtype": "float16", "m": 320}],
+    ids=str,
+)
+def test_block_sparse_attention_compiles_without_a_spilled_register(shape, name, tmp_path):
+    aot.compile_apart("h200", f"{CASES}:kernel", {"name": name, **shape}, dump_to=tmp_path)
+    kernel = ptx.read(tmp_path, f"block_sparse_attention_{name}")
+    assert kernel.target == "sm_90a"
+    assert kernel.spill_bytes == kernel.stack_bytes == 0
+    assert kernel.registers <= 255  # two warpgroups fill a multiprocessor's registers
+    # Of 16 rows of the right operand each: 2, 3 or 4 products of a tile of 64 rows and at least 64 keys.
+    assert kernel.wgmma >= {"forward": 2, "d_query": 3, "d_key": 4}[name] * 4
+    assert kernel.tma_loads >= {"forward": 4, "d_query": 7, "d_key": 7}[name]
+    assert kernel.tma_stores >= {"forward": 1, "d_query": 2, "d_key": 2}[name]
+
+
+@needs_plugin
+def test_the_whole_of_it_compiles_and_stores_no_copy_of_every_slot(tmp_path):
+    shape = {"tokens": 8192, "heads": 8, "d": 128, "m": 128, "experts": 64, "pairs": 8}
+    compiled = aot.compile_apart("h200", f"{CASES}:attention", shape, dump_to=tmp_path)
+    rows, width = 8192 * 8 + 64 * 128, 8 * 128
+    # Queries or output gradients of every row (2 bytes each), and the results of every row (4 bytes), with some slack;
+    # 16 slots a token, in float32, would be 537 MB more.
+    assert compiled.temporary_bytes < 1.1 * rows * width * (2 + 4)
+    for name in ("forward", "d_query", "d_key"):
+        assert ptx.read(tmp_path, f"block_sparse_attention_{name}").spill_bytes == 0

@@ -1,0 +1,190 @@
+"""Block-sparse attention on Hopper GPUs: rows gathered and results merged in XLA, the tiles in `kernels`.
+
+Rows of queries are gathered to their tiles, since Hopper's copy engine cannot; what a tile gives for each of its pairs
+is stored as it comes, and every token adds up its own pairs, in order. Off a GPU the tiles are computed by `elsewhere`.
+
+Shapes: T tokens, K slots, R resources, m keys a resource, H heads, d head size, N tiles, t rows a tile, S parts of m.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from pallas_kernels.block_sparse_attention import operation
+from pallas_kernels.block_sparse_attention import tables as tables_lib
+from pallas_kernels.block_sparse_attention.gpu import elsewhere, kernels
+from pallas_kernels.block_sparse_attention.gpu.kernels import ROWS, Plan, Rows
+from pallas_kernels.block_sparse_attention.operation import Cotangents, Gradients, Inputs, Partial, Problem
+from pallas_kernels.block_sparse_attention.tables import Tables
+from pallas_kernels.block_sparse_attention.tile import finite, head_major
+from pallas_kernels.block_sparse_attention.types import Pairs
+
+TYPES = (jnp.bfloat16, jnp.float16)
+TABLE_BYTES = 128 * 1024  # of shared memory, for the keys and values of one resource and head
+TILES_A_BLOCK = 8  # of a resource with an average number of pairs
+
+
+class Path(NamedTuple):
+    """See `operation.Path`."""
+
+    problem: Problem
+    head_size: int  # what d is padded to
+    forward_plan: Plan
+    query_plan: Plan
+    key_plan: Plan
+
+    def tables(self, pairs: Pairs) -> Tables:
+        """Tiles of as many rows as a warpgroup multiplies."""
+        problem = self.problem
+        return tables_lib.build(
+            pairs.resource, pairs.count, num_resources=problem.resources, max_pairs=problem.max_pairs, tile=ROWS
+        )
+
+    def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
+        """Every pair on its own, then one distribution per token."""
+        tiles = _tiles(self, inputs.pairs, tables)
+        arrays = _queries(self, inputs, tiles), *_resources(self, inputs), tiles.rows
+        output_SNtHd, lse_SNHt = _run(kernels.forward, elsewhere.forward, self.forward_plan, *arrays)
+        output_TKSHd = _to_slots(output_SNtHd[..., : self.problem.d], tiles)
+        lse_TKSH = _to_slots(lse_SNHt.swapaxes(2, 3), tiles, fill=-jnp.inf) + tiles.bias_TK[..., None, None]
+        top = finite(jnp.maximum(lse_TKSH.max((1, 2)), start.lse))
+        weight_TKSH, first = jnp.exp(lse_TKSH - top[:, None, None]), jnp.exp(start.lse - top)
+        total = first + weight_TKSH.sum((1, 2))
+        output = first[..., None] * start.output + (weight_TKSH[..., None] * output_TKSHd).sum((1, 2))
+        whole = Partial(output / jnp.where(total > 0, total, 1.0)[..., None], jnp.log(total) + top)
+        mass = jnp.exp(lse_TKSH - finite(whole.lse)[:, None, None]).sum(2).mean(2)
+        return whole, mass
+
+    def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
+        """Scores once more for the queries, and once more, transposed, for the keys."""
+        problem, tiles = self.problem, _tiles(self, inputs.pairs, tables)
+        d_output = _padded(self, cotangents.output.astype(problem.dtype).at[tiles.token].get(mode="clip"))
+        lse, delta = (head_major(x.at[tiles.token].get(mode="clip")) for x in (cotangents.lse, cotangents.delta))
+        arrays = _queries(self, inputs, tiles), *_resources(self, inputs), d_output, tiles.bias - lse, delta, tiles.rows
+        d_query_SNtHd, d_bias_SNHt = _run(kernels.query_gradients, elsewhere.query_gradients, self.query_plan, *arrays)
+        d_key, d_value = (
+            x[:, : problem.m, :, : problem.d]
+            for x in _run(kernels.key_gradients, elsewhere.key_gradients, self.key_plan, *arrays)
+        )
+
+        d_query_TKSHd = _to_slots(d_query_SNtHd[..., : problem.d], tiles).astype(jnp.float32)
+        expert = tiles.expert_TK[..., None, None, None]
+        return Gradients(
+            start.query + jnp.where(expert, 0.0, d_query_TKSHd).sum((1, 2)),
+            start.query_expert + jnp.where(expert, d_query_TKSHd, 0.0).sum((1, 2)),
+            start.key + d_key,
+            start.value + d_value,
+            start.bias + _to_slots(d_bias_SNHt.sum(2)[..., None], tiles).sum((2, 3)),
+        )
+
+
+def plan(problem: Problem) -> Path:
+    """How the kernels are cut, from static shapes; ValueError for what they cannot do."""
+    instead = "; implementation='xla' takes it"
+    if problem.d > 128:
+        raise ValueError(f"head size d={problem.d}; on a GPU wanted at most 128" + instead)
+    if jax.default_backend() == "gpu" and problem.dtype not in TYPES:
+        raise ValueError(
+            f"dtype={jnp.dtype(problem.dtype).name}; wanted bfloat16 or float16, since the tensor cores would round "
+            "anything longer" + instead
+        )
+    head_size, m = (64 if problem.d <= 64 else 128), -(-problem.m // ROWS) * ROWS
+    most = TABLE_BYTES // (2 * 2 * head_size)
+    part = max(keys for keys in range(ROWS, min(m, most) + 1, ROWS) if m % keys == 0)
+    # Scores of 128 keys at once where that leaves registers enough: small heads, or nothing carried to a next block.
+    block = 128 if part % 128 == 0 and (part == 128 or head_size == 64) else 64
+    tiles = problem.max_pairs / problem.resources / ROWS
+    common = Plan(problem.scale, part, block, splits=max(1, round(tiles / TILES_A_BLOCK)), slots=2)
+    return Path(
+        problem,
+        head_size,
+        common,
+        common._replace(block=64, slots=2 if part * head_size <= TABLE_BYTES // 8 else 1),
+        common._replace(warpgroups=2 if m % 128 == 0 else 1),
+    )
+
+
+attend = functools.partial(operation.attend, plan)
+
+
+class _Tiles(NamedTuple):
+    """What the rows of all tiles are, and where every slot's row is."""
+
+    rows: Rows
+    token: Int[Array, "N t"]  # T for padding
+    expert: Bool[Array, "N 1"]
+    bias: Float[Array, "N 1 t"]  # -inf for padding
+    row_TK: Int[Array, "T K"]  # of all rows in one line
+    used_TK: Bool[Array, "T K"]
+    expert_TK: Bool[Array, "T K"]
+    bias_TK: Float[Array, "T K"]  # 0 in unused slots
+
+
+def _tiles(path: Path, pairs: Pairs, tables: Tables) -> _Tiles:
+    pair, numbering, problem = tables.pair, tables.numbering, path.problem
+
+    def rows(x_TK, fill):
+        return tables_lib.from_slots(x_TK, numbering, fill=fill).at[pair].get(mode="fill", fill_value=fill)
+
+    row_Nt = jnp.arange(pair.size, dtype=jnp.int32).reshape(pair.shape)
+    row_P = jnp.zeros_like(numbering.token).at[pair].set(row_Nt, mode="drop", unique_indices=True)
+    used_TK = jnp.arange(problem.slots) < numbering.count[:, None]
+    bias = pairs.bias.astype(jnp.float32)
+    return _Tiles(
+        rows=Rows(tables.begin, rows(pairs.visible, 0)),
+        token=numbering.token.at[pair].get(mode="fill", fill_value=problem.tokens),
+        expert=tables.resource[:, None] >= problem.num_context,
+        bias=rows(bias, -jnp.inf)[:, None],
+        row_TK=tables_lib.to_slots(row_P, numbering, problem.slots),
+        used_TK=used_TK,
+        expert_TK=pairs.resource >= problem.num_context,
+        bias_TK=jnp.where(used_TK, bias, 0.0),
+    )
+
+
+def _queries(path: Path, inputs: Inputs, tiles: _Tiles) -> Float[Array, "N t H D"]:
+    """The rotated queries in the tiles of the context, the others in those of the experts."""
+    # A row that is not wanted is read from token 0: always the same, and so from the cache.
+    token, expert = tiles.token, tiles.expert
+    rotated = inputs.query.at[jnp.where(expert, 0, token)].get(mode="clip")
+    other = inputs.query_expert.at[jnp.where(expert, token, 0)].get(mode="clip")
+    return _padded(path, jnp.where(expert[..., None, None], other, rotated))
+
+
+def _resources(path: Path, inputs: Inputs) -> tuple[Float[Array, "R M H D"], Float[Array, "R M H D"]]:
+    """Keys and values, padded to whole blocks of keys; no row sees the padding."""
+    padding = (0, 0), (0, -inputs.key.shape[1] % ROWS), (0, 0), (0, 0)
+    return tuple(_padded(path, jnp.pad(x, padding)) for x in (inputs.key, inputs.value))
+
+
+def _padded(path: Path, x: Float[Array, "*B H d"]) -> Float[Array, "*B H D"]:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, path.head_size - path.problem.d)])
+
+
+def _to_slots(x: Shaped[Array, "S N t *U"], tiles: _Tiles, fill: float = 0.0) -> Shaped[Array, "T K S *U"]:
+    """The row of every slot. XLA gathers inside the sum that follows: nothing of this size is stored."""
+    parts, _, _, *rest = x.shape
+    x = x.reshape(parts, -1, *rest).at[:, tiles.row_TK].get(mode="clip")
+    used = tiles.used_TK.reshape(1, *tiles.used_TK.shape, *(1 for _ in rest))
+    # Tiles past the last were never written: whatever they hold is dropped.
+    return jnp.moveaxis(jnp.where(used, x, fill), 0, 2)
+
+
+def _run(kernel: Callable, same: Callable, plan: Plan, *arrays):
+    """The kernel on a GPU, the same in XLA elsewhere."""
+    if arrays[0].dtype not in TYPES:  # `plan` has refused it where there is a GPU
+        return same(*arrays, plan=plan)
+
+    def cuda(*arrays):
+        # Inside shard_map results vary over the axes of the mesh over which arguments do; Mosaic GPU does not say so.
+        results = kernel(*arrays, plan=plan)
+        varying = jax.typeof(arrays[0]).manual_axis_type.varying
+        return tuple(
+            jax.lax.pcast(x, tuple(varying - jax.typeof(x).manual_axis_type.varying), to="varying") for x in results
+        )
+
+    return jax.lax.platform_dependent(*arrays, cuda=cuda, default=functools.partial(same, plan=plan))

@@ -1,0 +1,173 @@
+"""Block-sparse attention for GPUs, on a CPU: the path around the kernels, and the kernels interpreted.
+
+What this cannot show: products are computed by NumPy here, not by WGMMA. `test_gpu_aot` compiles the kernels for the
+chip; only a run on one joins the two.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.block_sparse_attention import interface
+from pallas_kernels.block_sparse_attention.gpu import elsewhere, kernels, path
+from pallas_kernels.block_sparse_attention.gpu.kernels import ROWS, Plan, Rows
+from pallas_kernels.block_sparse_attention.operation import Problem
+from tests.pallas_kernels.base import BlockSparseAttentionTest, assert_close
+from tests.pallas_kernels.cases import Shape, random_inputs
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(interface.IMPLEMENTATIONS, "pallas_gpu", path.attend)
+
+
+REGISTERED = """
+from pallas_kernels.block_sparse_attention import interface
+from pallas_kernels.block_sparse_attention.gpu import path
+interface.IMPLEMENTATIONS["pallas_gpu"] = path.attend
+from tests.pallas_kernels import sharded
+sharded.main("pallas_gpu")
+"""
+
+
+class TestPath(BlockSparseAttentionTest):
+    implementation = "pallas_gpu"
+
+    def test_sharded_over_devices(self):
+        """On two devices, in a process of its own, which has to know of the implementation too."""
+        environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+        command = [sys.executable, "-c", REGISTERED]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.split() == ["2", "devices", "agree"]
+
+    @pytest.mark.parametrize("m", [65, 576])  # 576 = 9 * 64 keys do not fit at once: three parts
+    def test_resources_longer_than_a_block_of_keys(self, m):
+        self.check(*random_inputs(Shape(tokens=70, m=m, num_context=2, d=66, heads=1, window=False)))
+
+
+class TestPlan:
+    PROBLEM = Problem(
+        tokens=8192,
+        heads=8,
+        d=128,
+        resources=128,
+        m=128,
+        slots=16,
+        dtype=jnp.dtype("bfloat16"),
+        num_context=64,
+        max_pairs=65536,
+        scale=0.1,
+    )
+
+    @pytest.mark.parametrize(
+        ("d", "m", "part", "blocks", "slots"),
+        [
+            (128, 128, 128, (128, 64), 2),
+            (128, 64, 64, (64, 64), 2),
+            (128, 256, 256, (64, 64), 1),
+            (128, 512, 256, (64, 64), 1),
+            (80, 100, 128, (128, 64), 2),
+            (64, 512, 512, (128, 64), 1),
+            (64, 256, 256, (128, 64), 2),
+            (128, 320, 64, (64, 64), 2),
+        ],
+    )
+    def test_what_is_in_shared_memory_at_once(self, d, m, part, blocks, slots):
+        planned = path.plan(self.PROBLEM._replace(d=d, m=m))
+        assert planned.forward_plan.part == planned.query_plan.part == part
+        assert (planned.forward_plan.block, planned.query_plan.block) == blocks
+        assert planned.query_plan.slots == slots
+
+    def test_popular_resources_are_shared_by_blocks_of_threads(self):
+        # 65536 pairs are 8 tiles a resource: as many as one block of threads takes.
+        assert path.plan(self.PROBLEM).forward_plan.splits == 1
+        assert path.plan(self.PROBLEM._replace(max_pairs=4 * 65536)).forward_plan.splits == 4
+
+    def test_large_heads_are_refused(self):
+        with pytest.raises(ValueError, match=r"head size d=256; on a GPU wanted at most 128; implementation='xla'"):
+            path.plan(self.PROBLEM._replace(d=256))
+
+    def test_float32_is_refused_on_a_gpu(self, monkeypatch):
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        path.plan(self.PROBLEM)
+        with pytest.raises(ValueError, match=r"dtype=float32; wanted bfloat16 or float16.*implementation='xla'"):
+            path.plan(self.PROBLEM._replace(dtype=jnp.dtype("float32")))
+
+
+class Tiles(NamedTuple):
+    """What the gradients' kernels take."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    d_output: jax.Array
+    shift: jax.Array
+    delta: jax.Array
+    rows: Rows
+
+
+def random_tiles(begin: tuple[int, ...], dtype) -> Tiles:
+    """One tile more than `begin` tells of belongs to nobody, and its rows see nothing."""
+    tiles, resources, heads, m, d = begin[-1] + 1, len(begin) - 1, 1, 128, 64
+    rng = np.random.default_rng(0)
+    normal = lambda *size: jnp.asarray(rng.normal(size=size), dtype)  # noqa: E731
+    queries, table, rows = (tiles, ROWS, heads, d), (resources, m, heads, d), (tiles, heads, ROWS)
+    arrays = normal(*queries), normal(*table), normal(*table), normal(*queries)
+    shift, delta = normal(*rows).astype(jnp.float32) - 3, normal(*rows).astype(jnp.float32)
+    visible = rng.integers(0, m + 1, (tiles, ROWS))
+    visible[1, 40:] = visible[-1] = 0
+    return Tiles(*arrays, shift, delta, Rows(jnp.asarray(begin, jnp.int32), jnp.asarray(visible, jnp.int32)))
+
+
+def results(module, name: str, tiles: Tiles, plan: Plan):
+    """What the kernel, or its model, gives; without the last tile, whose results mean nothing."""
+    given = (tiles.query, tiles.key, tiles.value, tiles.rows) if name == "forward" else tiles
+    both = jax.jit(functools.partial(getattr(module, name), plan=plan))(*given)
+    return both if name == "key_gradients" else tuple(x[:, :-1] for x in both)
+
+
+KERNELS = ["forward", "query_gradients", "key_gradients"]
+RESOURCES = (0, 3, 3, 4)  # the second has no tile
+LOOPS = Plan(scale=0.125, part=128, block=64, splits=2, slots=2, warpgroups=1, products="dot")
+PARTS = Plan(scale=0.125, part=64, block=64, splits=1, slots=1, warpgroups=1, products="dot")
+# A thread for every warpgroup: the interpreter compiles anew for each of them and each block of threads.
+TWO = Plan(scale=0.125, part=128, block=128, splits=1, slots=2, warpgroups=2, products="dot")
+
+
+class TestKernels:
+    @pytest.fixture
+    def interpreted(self):
+        """Memory that nobody wrote is NaN; reads and writes that nothing orders are races."""
+        reason = "this JAX has no interpreter of Mosaic GPU kernels where it is expected"
+        params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params", reason=reason)
+        calls = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call", reason=reason)
+        with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
+            yield
+        assert not calls.get_races().races_found
+        calls.reset_gpu_interpret_mode_state()
+
+    @pytest.mark.parametrize(
+        ("begin", "plan"),
+        [(RESOURCES, LOOPS), (RESOURCES, PARTS), ((0, 3), TWO)],
+        ids=["blocks of keys", "parts", "two warpgroups"],
+    )
+    @pytest.mark.parametrize("name", KERNELS)
+    def test_kernels_compute_what_their_models_do(self, interpreted, name, begin, plan):
+        tiles = random_tiles(begin, jnp.float32)
+        for actual, expected in zip(*(results(x, name, tiles, plan) for x in (kernels, elsewhere)), strict=True):
+            assert_close(actual, expected, 1e-5, name)
+
+    def test_bfloat16(self, interpreted):
+        name, tiles = "query_gradients", random_tiles((0, 1), jnp.bfloat16)
+        for actual, expected in zip(*(results(x, name, tiles, LOOPS) for x in (kernels, elsewhere)), strict=True):
+            assert actual.dtype == expected.dtype
+            # Probabilities are rounded relative to another maximum here and there: half a unit in the last place.
+            assert_close(actual.astype(jnp.float32), expected.astype(jnp.float32), 2.0**-9, name)
