@@ -124,7 +124,8 @@ def _nesting(bundles: list[str], skipped: list[tuple[int, int, int]]) -> tuple[l
         if begins:
             stack.append(len(starts))
             inside = starts[stack[-2]].start if len(stack) > 1 else 0
-            starts.append(_Open(depth, i, any(inside <= branch and start < i < end for branch, start, end in skipped)))
+            # It may begin in a delay slot of the very branch around it: what is issued there then does no harm.
+            starts.append(_Open(depth, i, any(inside <= branch < i < end for branch, _, end in skipped)))
         owner.append(stack[-1] if stack else None)
     return starts, owner
 

@@ -64,6 +64,14 @@ def test_loops_their_trips_and_what_is_skipped():
     assert set(issued) == {0, 1, 16}
 
 
+def test_a_loop_in_the_delay_slots_of_the_branch_around_it_is_skipped_with_it():
+    lines = LISTING.splitlines()
+    first_empty = lines.index("  0x74   :  {}")
+    loops, issued = schedule.parse_loops("\n".join(lines[:first_empty] + lines[first_empty + 2 :]))
+    assert [loop.conditional for loop in loops] == [False, True, False]
+    assert set(issued) == {0, 1, 16}
+
+
 def test_slots_are_shares_of_the_cycles_of_a_step():
     capacity, used = schedule.parse_slots(USAGE)
     assert (capacity["MXU"], capacity["VSTORE"], capacity["SALU"]) == (4, 1, 2)
