@@ -13,7 +13,7 @@ from typing import NamedTuple
 DELAY_SLOTS = 4  # bundles after a branch that are issued whether it is taken or not
 _BUNDLE = re.compile(r"^\s*(?:0x)?([0-9a-f]+)\s+(?:(?:LH|LB|LE|PB|PF):?\s*)*:?\s*(>*)\s*\{")
 _LOOP = re.compile(r"^\s*(?:0x)?[0-9a-f]+\s+(?:(?:LH|LE|PB|PF):?\s*)*LB:")
-_EXIT = re.compile(r"scmp[\w.]+ %\w+, (\d+) /\* loop exit test \*/")
+_EXIT = re.compile(r"scmp[\w.]+ %(\w+), (\d+) /\* loop exit test \*/")
 _BRANCH = re.compile(r"sbr\.rel.*? target = \$region(\d+)")
 _REGION = re.compile(r"(?:Start|Start/End empty) region (\d+)")
 
@@ -102,7 +102,7 @@ def parse_loops(text: str) -> tuple[tuple[Loop, ...], list[int]]:
         always = [
             i for i in mine if not any(loop.start <= branch and start < i < end for branch, start, end in skipped)
         ]
-        trips = int(exits[-1].group(1)) if exits else None
+        trips = _trips(exits[-1], [bundles[i] for i in mine]) if exits else None
         loops.append(Loop(loop.depth, len(always), trips, loop.conditional))
         for i in () if loop.conditional else always:
             issued[i] = 1 if loop.depth == 1 else trips or 1
@@ -128,6 +128,13 @@ def _nesting(bundles: list[str], skipped: list[tuple[int, int, int]]) -> tuple[l
             starts.append(_Open(depth, i, any(inside <= branch < i < end for branch, _, end in skipped)))
         owner.append(stack[-1] if stack else None)
     return starts, owner
+
+
+def _trips(exit_test: re.Match, bundles: list[str]) -> int:
+    """The bound of a counter over what a pass adds to it: an unrolled loop counts by more than one."""
+    counter, bound = exit_test.groups()
+    added = re.search(rf"%{counter} = sadd\.s32 (\d+), ", " ".join(bundles))
+    return -(-int(bound) // int(added.group(1))) if added else int(bound)
 
 
 def _bundles(text: str) -> list[str]:

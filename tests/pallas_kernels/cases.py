@@ -27,7 +27,8 @@ class Shape:
     window: bool = True
     segments: int = 2
     count: int | None = None
-    spare: int = 3  # by how much max_pairs exceeds the pairs there are
+    spare: int | None = None  # by how much max_pairs exceeds the pairs there are; None: room for every slot
+    scale: float | None = None
     seed: int = 0
 
 
@@ -75,7 +76,8 @@ def random_inputs(shape: Shape, dtype=jnp.float32) -> tuple[Inputs, Static]:
     head, table = (T, shape.heads, shape.d), (R, shape.m, shape.heads, shape.d)
     arrays = normal(*head), normal(*head), normal(*table), normal(*table)
     inputs = Inputs(*arrays, pairs, window, normal(*head), normal(*head[:2]).astype(jnp.float32))
-    return inputs, Static(shape.num_context, int(count.sum()) + shape.spare)
+    max_pairs = T * K if shape.spare is None else int(count.sum()) + shape.spare
+    return inputs, Static(shape.num_context, max_pairs, shape.scale)
 
 
 def evaluate(inputs: Inputs, static: Static, implementation: str) -> tuple[Attention, Gradients]:
@@ -101,6 +103,11 @@ def _attention_and_gradients(inputs: Inputs, static: Static, implementation: str
 
 
 _evaluate = jax.jit(_attention_and_gradients, static_argnums=(1, 2))
+
+
+def number_compiled() -> int:
+    """How many shapes `evaluate` has been compiled for."""
+    return _evaluate._cache_size()
 
 
 def naive(inputs: Inputs, static: Static) -> tuple[Attention, Gradients]:

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_sparse_attention import Pairs, block_sparse_attention
+from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
 from pallas_kernels.block_sparse_attention.tpu import resident, resident_kernels
+from pallas_kernels.block_sparse_attention.tpu.layout import LANES, ROWS
 
 RESOURCES, TILES = 32, 64
 INT, F32 = jnp.int32, jnp.float32
@@ -22,19 +24,29 @@ def kernel(
     tile: int = 512,
     dtype: str = "bfloat16",
 ):
-    """The kernel alone, `forward` or `backward`, and its arguments."""
+    """The kernel alone, `forward`, `forward_running` or `backward`, and its arguments."""
     shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(dtype)
-    layout = resident.choose_layout(tokens, heads, d, rows=0.0)._replace(tile=tile)
+    layout = layout_lib.choose(tokens, heads, d, rows=0.0, most_tokens=tokens)._replace(tile=tile)
+    by_tile = functools.partial(shape, dtype=F32)
     scalars = [shape((TILES, 1, tile), kind) for kind in (INT, F32, INT)]
-    tiles = resident_kernels.Tiles(shape((TILES,), INT), shape((2,), INT), *scalars)
+    tiles, bounds = (
+        resident_kernels.Tiles(shape((TILES,), INT), *scalars),
+        resident_kernels.Bounds(*[shape((), INT)] * 3),
+    )
     table = shape((RESOURCES, m, layout.groups * layout.lanes), dtype)
-    size = resident_kernels.ROWS * (2 if name == "backward" and dtype == F32 else 1)
-    word = jnp.uint32 if name == "backward" and dtype != F32 else F32
-    rows = shape((2, layout.groups, layout.tokens * size, resident_kernels.LANES), word)
-    stats = shape((layout.groups, layout.tokens, resident_kernels.LANES), F32)
-    options = {"vmem_bytes": resident.vmem_bytes(layout, m, dtype.itemsize), "interpret": False}
-    run, before = {"forward": (resident_kernels.forward, ()), "backward": (resident_kernels.backward, (stats,))}[name]
-    return functools.partial(run, layout=layout, scale=d**-0.5, **options), (rows, *before, table, table, tiles)
+    rows = (layout.groups, layout.slots * ROWS, LANES)
+    stats = by_tile((layout.groups, layout.slots, LANES))
+    options = {"run": resident_kernels.Run(layout, d**-0.5, resident.vmem_bytes(layout, m, dtype.itemsize), False)}
+    if name == "backward":
+        packed = (layout.groups, rows[1] * (2 if dtype == F32 else 1), LANES)
+        word, d_table = F32 if dtype == F32 else jnp.uint32, by_tile(table.shape)
+        d_bias = by_tile((layout.groups, TILES, 1, tile))
+        arrays = shape((2, *packed), word), stats, table, table, d_table, d_table, by_tile((2, *rows)), d_bias
+        return functools.partial(resident_kernels.backward, **options), (*arrays, tiles, bounds)
+    pair_lse = by_tile((layout.groups, TILES, layout.heads, tile))
+    arrays = by_tile((2, *rows)), table, table, by_tile(rows), stats, pair_lse
+    maximum = {"forward": "bounded", "forward_running": "running"}[name]
+    return functools.partial(resident_kernels.forward, maximum=maximum, **options), (*arrays, tiles, bounds)
 
 
 def attention(*, tokens: int, heads: int, d: int, m: int, experts: int, rows: int, dtype: str = "bfloat16"):

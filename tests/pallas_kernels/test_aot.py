@@ -46,7 +46,7 @@ def test_every_chip_compiles_and_leaves_its_schedule(chip, tmp_path):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("name", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["forward", "forward_running", "backward"])
 @pytest.mark.parametrize("chip", aot.TOPOLOGIES)
 def test_block_sparse_attention_compiles_for_every_chip(chip, name, tmp_path):
     aot.compile_apart(chip, "tests.pallas_kernels.chip_cases:kernel", {"name": name}, dump_to=tmp_path)

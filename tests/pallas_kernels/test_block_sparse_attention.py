@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.block_sparse_attention import block_sparse_attention
+from pallas_kernels.block_sparse_attention import block_sparse_attention, interface, operation
 from pallas_kernels.block_sparse_attention.tpu import resident
-from tests.pallas_kernels.base import BlockSparseAttentionTest, attend
+from pallas_kernels.block_sparse_attention.tpu.layout import Layout
+from tests.pallas_kernels.base import BlockSparseAttentionTest, assert_close, attend
 from tests.pallas_kernels.cases import Inputs, Shape, Static, evaluate, naive, random_inputs
 
 
@@ -22,6 +23,9 @@ class TestReference(BlockSparseAttentionTest):
 
 class TestXla(BlockSparseAttentionTest):
     implementation = "xla"
+
+    def test_a_window_of_chunks_that_are_not_a_multiple_of_a_step(self):
+        self.check(*random_inputs(Shape(tokens=6 * 130, m=6, num_context=130, heads=1, slots=2, segments=9)))
 
     def test_pairs_past_the_bound_are_dropped_from_the_last_tokens(self):
         inputs, static = random_inputs(Shape(count=2))
@@ -46,6 +50,7 @@ class TestPallasTpu(BlockSparseAttentionTest):
     """Interpreted here; `test_aot` compiles the same kernels for the chips."""
 
     implementation = "pallas_tpu"
+    random_shapes = 1
 
     @pytest.mark.skip(reason="jax 0.10 cannot interpret a kernel under shard_map's check of varying axes")
     def test_sharded_over_devices(self):
@@ -55,10 +60,27 @@ class TestPallasTpu(BlockSparseAttentionTest):
     def test_whole_registers_and_groups_of_heads(self, heads, d):
         self.check(*random_inputs(Shape(tokens=16, m=8, num_context=2, heads=heads, d=d)))
 
-    def test_more_tokens_than_fast_memory_holds_are_refused(self):
-        layout = resident.choose_layout(tokens=20_000, heads=8, d=128, rows=1000.0)
-        with pytest.raises(ValueError, match=r"20007 tokens need \d+ MiB of VMEM in one call; wanted at most 128"):
-            resident.vmem_bytes(layout, m=128, itemsize=2)
+    def test_more_tokens_than_fast_memory_holds_come_in_windows(self, monkeypatch):
+        """Small windows: the same tables and kernels as when a chip's memory makes them necessary."""
+        inputs, static = random_inputs(Shape(tokens=48, m=8, num_context=6, d=8))
+        fixed = resident.vmem_bytes(Layout(128, 1, 0, 1, 2, 8), m=8, itemsize=4)
+        few = functools.partial(resident.plan, vmem=fixed + 20 * 2**14)
+        monkeypatch.setitem(interface.IMPLEMENTATIONS, "few", functools.partial(operation.attend, few))
+        assert few(problem_of(inputs, static)).layout.windows == 3
+        actual, expected = (evaluate(inputs, static, name) for name in ("few", "reference"))
+        jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "windows"), actual, expected)
+
+    def test_keys_that_fast_memory_cannot_hold_are_refused(self):
+        inputs, static = random_inputs(Shape())
+        problem = problem_of(inputs, static)._replace(m=4096, heads=16, d=128)
+        with pytest.raises(ValueError, match=r"m=4096 rows need \d+ MiB of VMEM.*implementation='xla'"):
+            resident.plan(problem)
+
+
+def problem_of(inputs: Inputs, static: Static) -> operation.Problem:
+    """What `operation.attend` would ask an implementation to plan for."""
+    shapes = *inputs.query.shape, *inputs.key.shape[:2], inputs.pairs.resource.shape[1], inputs.query.dtype
+    return operation.Problem(*shapes, static.num_context, static.max_pairs, 1.0)
 
 
 def test_default_is_an_implementation_for_this_device():

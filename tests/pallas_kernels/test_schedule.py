@@ -26,7 +26,7 @@ second_minor_factor: 1 */ } /* End region 37 :: End region 38 */
   0x88 PF: > { %s16029_s20 = smov 0 /* copy for cssa */ } /* Start/End empty region 64 :: Start region 1389 */
   0x89 LB: >> {  %s15659_s20 = sphi %s16029_s20, %s466_s20 /* phi copy */ } /* Start region 1394 :: Start region 83 */
   0x92   : >> { %473 = vst [vmem:[%s16053_s26] sm:$0xff] /*vst_source=*/%v470_v2   }
-  0xb9   : >> {  %p463_p7 = scmp.ge.s32.totalorder %s466_s20, 16 /* loop exit test */ }
+  0xb9   : >> {  %s466_s20 = sadd.s32 4, %s15659_s20  ;;  %p463_p7 = scmp.ge.s32.totalorder %s466_s20, 64 /* loop exit test */ }
   0xbb   : >> {  %465 = sbr.rel (!%p463_p7) target = $region1394   }
   0xc0   :  {}
   0xe2   : > { %v924_v25 = vld [vmem:[#allocation2 + $0xe80] ss:$8 sm:$0xf0] }

@@ -1,28 +1,33 @@
-"""Path A: queries and sums of all tokens stay in a TPU's fast memory; only keys and values are streamed.
+"""Path A: queries and sums of a window of tokens stay in a TPU's fast memory; only keys and values are streamed.
 
-Shapes: T tokens, K slots, R resources, m keys a resource, H heads, d head size, G head groups, N tiles, t rows a tile.
+Rows longer than fast memory holds are taken window by window. A resource is then met once per window, by the tokens of
+that window.
+
+Shapes: T tokens, K slots, R resources, m keys a resource, H heads, d head size, n windows, G head groups, N tiles, t
+rows a tile; P pairs.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num, Shaped
+from jaxtyping import Array, Float, Num
 
 from pallas_kernels.block_sparse_attention import operation
 from pallas_kernels.block_sparse_attention import tables as tables_lib
 from pallas_kernels.block_sparse_attention.operation import Cotangents, Gradients, Inputs, Partial, Problem
 from pallas_kernels.block_sparse_attention.tables import Tables
 from pallas_kernels.block_sparse_attention.tile import finite
+from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
 from pallas_kernels.block_sparse_attention.tpu import resident_kernels
-from pallas_kernels.block_sparse_attention.tpu.resident_kernels import LANES, ROWS, TOTAL, Layout, Tiles
+from pallas_kernels.block_sparse_attention.tpu.layout import GROUP, LANES, ROWS, Layout
+from pallas_kernels.block_sparse_attention.tpu.resident_kernels import LOG2E, LOWEST, Bounds, Maximum, Run, Tiles
 from pallas_kernels.block_sparse_attention.types import Pairs
 
-GROUP = ROWS * LANES  # lanes of a token in one pass
-VMEM_BYTES = 128 * 2**20  # the largest there is (v5e, v6e); the compiler refuses what another chip cannot hold
+VMEM_BYTES = 64 * 2**20  # of a core of v5p and tpu7x; v5e and v6e have twice as much
 VMEM_SLACK = 8 * 2**20  # what the compiler wants beside the arrays: scores of a tile, spilled registers
+SAFE_SCORE = 30.0  # exp(-2 * 30), the least that the largest weight can be, is far from the smallest float32
 
 
 class Path(NamedTuple):
@@ -32,179 +37,198 @@ class Path(NamedTuple):
     layout: Layout
 
     def tables(self, pairs: Pairs) -> Tables:
-        """Pairs by resource."""
+        """Pairs by window of the token, then by resource; an empty tile at the end."""
         problem = self.problem
+        window_T = jnp.arange(problem.tokens, dtype=jnp.int32) // self.layout.tokens
         return tables_lib.build(
-            pairs.resource,
+            pairs.resource + problem.resources * window_T[:, None],
             pairs.count,
-            num_resources=problem.resources,
+            num_resources=problem.resources * self.layout.windows,
             max_pairs=problem.max_pairs,
             tile=self.layout.tile,
+            slack=1,
         )
 
     def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
-        """Sums and running maxima of the routed pairs, merged with what there was."""
+        """From the start's sums on. Scores that are known to stay small need no running maximum."""
+        shift = _upper_bounds(inputs, start, self.problem)
+        args = inputs, tables, start, shift
+        small = 2 * (shift.score - SAFE_SCORE) <= 0
+        return jax.lax.cond(small, self._forward_bounded, self._forward_running, *args)
+
+    def _forward_bounded(self, inputs, tables, start, shift):
+        bias = inputs.pairs.bias.astype(jnp.float32) - shift.token[:, None]
+        pairs = inputs.pairs._replace(bias=bias)
+        total = jnp.exp(start.lse - shift.token[:, None])
+        sums, (_, total), pair_lse = self._run_forward(
+            "bounded", inputs._replace(pairs=pairs), tables, start.output, jnp.zeros_like(total), total
+        )
+        whole = Partial(_divide(sums, total), jnp.log(total) + shift.token[:, None])
+        return whole, self._mass(pair_lse, jnp.log(total), tables)
+
+    def _forward_running(self, inputs, tables, start, shift):
+        del shift
+        total = (start.lse > -jnp.inf).astype(jnp.float32)
+        top = jnp.maximum(start.lse * LOG2E, LOWEST)
+        sums, (top, total), pair_lse = self._run_forward("running", inputs, tables, start.output, top, total)
+        lse = jnp.log(total) + top / LOG2E
+        return Partial(_divide(sums, total), lse), self._mass(pair_lse, lse, tables)
+
+    def _run_forward(self, maximum: Maximum, inputs: Inputs, tables: Tables, output, top, total):
         query, query_expert, key, value, pairs = inputs
-        layout, (tokens, heads, _) = self.layout, query.shape
-        rows = jnp.stack([_to_rows(q.astype(jnp.float32), layout) for q in (query, query_expert)])
-        lanes = (_to_lanes(x, layout) for x in (key, value))
-        sums, stats, pair_lse = self._run(resident_kernels.forward, rows, *lanes, self._tiles(pairs, tables))
-        top, total = (_from_stats(stats, tokens, heads, first, layout) for first in (0, TOTAL))
-        new = jnp.maximum(top, start.lse)
-        old, local = jnp.exp(top - new), jnp.exp(start.lse - new)
-        output = _from_rows(sums, layout, query.shape) * old[..., None] + start.output * local[..., None]
-        total = total * old + local
-        lse = jnp.log(total) + new
-        output = output / jnp.where(total > 0, total, 1.0)[..., None]
-        return Partial(output, lse), _mass(pair_lse, lse, pairs, tables)
+        layout, tiles = self.layout, self._tiles(pairs, tables)
+        rows = jnp.stack([layout_lib.to_rows(x.astype(jnp.float32), layout) for x in (query, query_expert)], axis=1)
+        sums = layout_lib.to_rows(output * total[..., None], layout)
+        stats = layout_lib.to_stats(top, total, layout)
+        key, value = (layout_lib.to_lanes(x, layout) for x in (key, value))
+        run = self._kernel(functools.partial(resident_kernels.forward, maximum=maximum))
+
+        def window(pair_lse, of_window):
+            rows, sums, stats, bounds = of_window
+            sums, stats, pair_lse = run(rows, key, value, sums, stats, pair_lse, tiles, bounds)
+            return pair_lse, (sums, stats)
+
+        pair_lse = jnp.zeros_like(sums, shape=(layout.groups, len(tiles.resource), layout.heads, layout.tile))
+        pair_lse, (sums, stats) = jax.lax.scan(window, pair_lse, (rows, sums, stats, self._bounds(tables)))
+        sums = layout_lib.from_rows(sums, layout, query.shape)
+        return sums, layout_lib.from_stats(stats, layout, query.shape[:2]), pair_lse / LOG2E
+
+    def _mass(self, pair_lse: Float[Array, "G N h t"], lse: Float[Array, "T H"], tables: Tables):
+        """Share of the whole on every slot's pair, mean over heads."""
+        groups, tiles, heads, tile = pair_lse.shape
+        pair_lse = pair_lse.transpose(1, 3, 0, 2).reshape(tiles, tile, groups * heads)[..., : lse.shape[1]]
+        token = tables.numbering.token.at[tables.pair].get(mode="clip")
+        mass_Nt = jnp.exp(pair_lse - finite(lse).at[token].get(mode="clip")).mean(-1)
+        return tables_lib.to_slots(_to_pairs(mass_Nt, tables), tables.numbering, self.problem.slots)
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
-        """What no tile visited was never written: those gradients are masked."""
+        """Every kernel adds to what there is: no gradient is written twice, and none is left unwritten."""
         query, query_expert, key, value, pairs = inputs
-        layout, (heads, d) = self.layout, query.shape[1:]
+        layout, problem, tiles = self.layout, self.problem, self._tiles(pairs, tables)
         d_output, lse, delta = cotangents
-        packed = jnp.stack([_pack(q, d_output, layout) for q in (query, query_expert)])
-        stats = _to_stats(lse, delta, layout)
-        lanes = (_to_lanes(x, layout) for x in (key, value))
-        tiles = self._tiles(pairs, tables)
-        d_rows, d_bias, d_key, d_value = self._run(resident_kernels.backward, packed, stats, *lanes, tiles)
+        packed = jnp.stack([_pack(x, d_output, layout) for x in (query, query_expert)], axis=1)
+        stats = layout_lib.to_stats(lse, delta, layout)
+        d_rows = jnp.stack([layout_lib.to_rows(x, layout) for x in (start.query, start.query_expert)], axis=1)
+        key, value, d_key, d_value = (layout_lib.to_lanes(x, layout) for x in (key, value, start.key, start.value))
+        run = self._kernel(resident_kernels.backward)
 
-        experts, end = tables.begin[self.problem.num_context], tables.begin[-1]
-        d_query, d_query_expert = (
-            jnp.where(visited, _from_rows(x, layout, query.shape), 0.0)
-            for visited, x in zip((experts > 0, end > experts), d_rows, strict=True)
-        )
-        visited = (jnp.diff(tables.begin) > 0)[:, None, None, None]
-        d_key, d_value = (jnp.where(visited, _from_lanes(x, layout, heads, d), 0.0) for x in (d_key, d_value))
-        d_bias = tables_lib.to_slots(_to_pairs(d_bias.sum((0, 2)), tables), tables.numbering, self.problem.slots)
-        routed = Gradients(d_query, d_query_expert, d_key, d_value, d_bias)
-        return jax.tree.map(jnp.add, start, routed)
+        def window(state, of_window):
+            d_key, d_value, d_bias = state
+            packed, stats, d_rows, bounds = of_window
+            d_rows, d_bias, d_key, d_value = run(
+                packed, stats, key, value, d_key, d_value, d_rows, d_bias, tiles, bounds
+            )
+            return (d_key, d_value, d_bias), d_rows
+
+        d_bias = jnp.zeros_like(d_key, shape=(layout.groups, len(tiles.resource), 1, layout.tile))
+        state, d_rows = jax.lax.scan(window, (d_key, d_value, d_bias), (packed, stats, d_rows, self._bounds(tables)))
+        d_key, d_value, d_bias = state
+        d_query, d_query_expert = (layout_lib.from_rows(x, layout, query.shape) for x in d_rows.swapaxes(0, 1))
+        d_key, d_value = (layout_lib.from_lanes(x, layout, problem.heads, problem.d) for x in (d_key, d_value))
+        d_bias = tables_lib.to_slots(_to_pairs(d_bias.sum((0, 2)), tables), tables.numbering, problem.slots)
+        return Gradients(d_query, d_query_expert, d_key, d_value, start.bias + d_bias)
 
     def _tiles(self, pairs: Pairs, tables: Tables) -> Tiles:
-        tokens, pair = len(pairs.count), tables.pair[:, None]
+        tokens, pair = self.layout.tokens, tables.pair[:, None]
+        token = tables.numbering.token.at[pair].get(mode="fill", fill_value=-1)
 
         def rows(x, fill):
             return tables_lib.from_slots(x, tables.numbering, fill=fill).at[pair].get(mode="fill", fill_value=fill)
 
         return Tiles(
-            resource=tables.resource,
-            bounds=jnp.stack([tables.begin[self.problem.num_context], jnp.maximum(tables.begin[-1], 1)]),
-            row=ROWS * tables.numbering.token.at[pair].get(mode="fill", fill_value=tokens),
+            resource=tables.resource % self.problem.resources,
+            row=ROWS * jnp.where(pair < self.problem.max_pairs, token % tokens, tokens),
             bias=rows(pairs.bias.astype(jnp.float32), -jnp.inf),
             visible=rows(pairs.visible, 0),
         )
 
-    def _run(self, kernel, *arrays):
-        """The kernel for the TPU it is compiled for; interpreted elsewhere."""
+    def _bounds(self, tables: Tables) -> Bounds:
+        """Of every window."""
+        begin, resources = tables.begin, self.problem.resources
+        window = jnp.arange(self.layout.windows) * resources
+        first, experts, last = (begin[window + r] for r in (0, self.problem.num_context, resources))
+        first = jnp.where(first < last, first, len(tables.resource) - 1)  # a window without pairs: the empty tile
+        return Bounds(first, experts, jnp.maximum(last - first, 1))
+
+    def _kernel(self, kernel):
+        """The kernel for the TPU that it is compiled for; interpreted elsewhere."""
         problem = self.problem
         size = vmem_bytes(self.layout, problem.m, problem.dtype.itemsize)
-        kernel = functools.partial(kernel, layout=self.layout, scale=problem.scale, vmem_bytes=size)
-        tpu, elsewhere = (functools.partial(kernel, interpret=interpret) for interpret in (False, True))
-        return jax.lax.platform_dependent(*arrays, tpu=tpu, default=elsewhere)
+        tpu, elsewhere = (
+            functools.partial(kernel, run=Run(self.layout, problem.scale, size, interpret))
+            for interpret in (False, True)
+        )
+        return lambda *arrays: jax.lax.platform_dependent(*arrays, tpu=tpu, default=elsewhere)
 
 
-def plan(problem: Problem) -> Path:
-    """Heads in groups; refuses more tokens than fast memory holds."""
-    layout = choose_layout(problem.tokens, problem.heads, problem.d, problem.max_pairs / problem.resources)
-    vmem_bytes(layout, problem.m, problem.dtype.itemsize)
-    return Path(problem, layout)
+def plan(problem: Problem, vmem: int = VMEM_BYTES) -> Path:
+    """As few windows as `vmem` bytes of fast memory allow."""
+    rows = problem.max_pairs / problem.resources
+    layout = layout_lib.choose(problem.tokens, problem.heads, problem.d, rows, most_tokens=max(problem.tokens, 1))
+    itemsize = problem.dtype.itemsize
+    fixed = vmem_bytes(layout._replace(tokens=0), problem.m, itemsize)
+    a_token = vmem_bytes(layout._replace(tokens=1), problem.m, itemsize) - fixed
+    most_tokens = (vmem - fixed) // a_token // ROWS * ROWS
+    if most_tokens <= 0:
+        raise ValueError(
+            f"keys of m={problem.m} rows need {fixed / 2**20:.0f} MiB of VMEM beside the tokens; wanted less than "
+            f"{vmem / 2**20:.0f}: smaller resources, or implementation='xla'"
+        )
+    return Path(problem, layout_lib.choose(problem.tokens, problem.heads, problem.d, rows, most_tokens))
 
 
 attend = functools.partial(operation.attend, plan)
 
 
-def choose_layout(tokens: int, heads: int, d: int, rows: float) -> Layout:
-    """Groups of heads that fill a register a token; large tiles where resources have rows (on average) to fill them."""
-    d = 2 ** math.ceil(math.log2(d)) if d < LANES else -(-d // LANES) * LANES
-    if d > GROUP:
-        raise ValueError(f"head size {d}; wanted at most {GROUP}")
-    groups = -(-heads // min(TOTAL, GROUP // d))
-    tile = 512 if rows >= 1024 else 256 if rows >= 384 else 128
-    # One more slot at least, for padding rows; 8 tokens of statistics are a register.
-    return Layout(tile, -(-(tokens + 1) // ROWS) * ROWS, groups, -(-heads // groups), d)
-
-
 def vmem_bytes(layout: Layout, m: int, itemsize: int) -> int:
-    """Fast memory of the larger pass, the backward one; refuses what no chip has."""
-    token, word = GROUP * 4, LANES * 4
+    """Fast memory of the larger pass: the backward one, or the forward one with its running maximum."""
+    token, stats = GROUP * 4, LANES * 4
     packed = token if itemsize == 2 else 2 * token
-    resident = layout.tokens * (packed + token + word)
-    tile = layout.tile * (packed + 2 * token + word)
-    table = 2 * 2 * m * layout.lanes * (itemsize + 4)  # keys, values and their gradients, two buffers each
-    need = resident + tile + table + VMEM_SLACK
-    if need > VMEM_BYTES:
-        raise ValueError(
-            f"{layout.tokens - 1} tokens need {need / 2**20:.0f} MiB of VMEM in one call; wanted at most "
-            f"{VMEM_BYTES // 2**20}: fewer tokens a device, or implementation='xla'"
-        )
-    return need
+    resident = layout.slots * (packed + token + stats)
+    tile = layout.tile * (max(packed + token, 3 * token) + stats)
+    table = 2 * m * layout.lanes * (2 * itemsize + 4 * 4)  # keys, values, gradients in and out, two buffers each
+    return resident + tile + table + VMEM_SLACK
 
 
-def _to_rows(x: Shaped[Array, "T H d"], layout: Layout) -> Shaped[Array, "G V 128"]:
-    """Every token a register in every head group."""
-    tokens, groups, heads, d = layout.tokens, layout.groups, layout.heads, layout.d
-    pad = [(0, full - size) for full, size in zip((tokens, groups * heads, d), x.shape, strict=True)]
-    x = jnp.pad(x, pad).reshape(tokens, groups, heads * d)
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, GROUP - heads * d)))
-    return x.swapaxes(0, 1).reshape(groups, tokens * ROWS, LANES)
+class _Bound(NamedTuple):
+    """No score of a token exceeds score + max bias, and shift.token is never below what its sums are made of."""
+
+    score: Float[Array, ""]
+    token: Float[Array, "T"]
 
 
-def _from_rows(x: Float[Array, "G V 128"], layout: Layout, shape: tuple[int, int, int]) -> Float[Array, "T H d"]:
-    groups, heads, d = layout.groups, layout.heads, layout.d
-    x = x.reshape(groups, layout.tokens, GROUP)[:, : shape[0], : heads * d].swapaxes(0, 1)
-    return x.reshape(shape[0], groups * heads, d)[:, : shape[1], : shape[2]]
+def _upper_bounds(inputs: Inputs, start: Partial, problem: Problem) -> _Bound:
+    """|q . k| <= |q| |k|: a bound of all scores, and for every token the log of what its sums may be divided by.
+
+    A sum is then at most the number of keys, and at least exp(-2 score) of what attains the token's largest bias, or
+    the largest log-sum-exp of the start.
+    """
+
+    def largest(x):  # norm, for every head
+        return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1).max(tuple(range(x.ndim - 2)), initial=0.0))
+
+    query = jnp.maximum(largest(inputs.query), largest(inputs.query_expert))
+    score = abs(problem.scale) * (query * largest(inputs.key)).max(initial=0.0)
+    used = jnp.arange(problem.slots) < inputs.pairs.count[:, None]
+    bias = jnp.where(used, inputs.pairs.bias.astype(jnp.float32), -jnp.inf).max(1, initial=-jnp.inf)
+    return _Bound(score, finite(jnp.maximum(bias + score, start.lse.max(1))))
 
 
-def _to_lanes(x: Float[Array, "R m H d"], layout: Layout) -> Float[Array, "R m E"]:
-    """Heads side by side, group after group."""
-    (resources, m, heads, d), groups = x.shape, layout.groups
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, groups * layout.heads - heads), (0, layout.d - d)))
-    x = x.reshape(resources, m, groups, -1)
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, layout.lanes - x.shape[-1])))
-    return x.reshape(resources, m, groups * layout.lanes)
-
-
-def _from_lanes(x: Float[Array, "R m E"], layout: Layout, heads: int, d: int) -> Float[Array, "R m H d"]:
-    (resources, m, _), groups = x.shape, layout.groups
-    x = x.reshape(resources, m, groups, layout.lanes)[..., : layout.heads * layout.d]
-    return x.reshape(resources, m, groups * layout.heads, layout.d)[:, :, :heads, :d]
-
-
-def _from_stats(stats: Float[Array, "G W 128"], tokens: int, heads: int, first: int, layout: Layout):
-    """Statistic `first` + head of every token: (T, H)."""
-    x = stats[:, :tokens, first : first + layout.heads]
-    return x.swapaxes(0, 1).reshape(tokens, layout.groups * layout.heads)[:, :heads]
-
-
-def _to_stats(lse: Float[Array, "T H"], delta: Float[Array, "T H"], layout: Layout) -> Float[Array, "G W 128"]:
-    def place(x):
-        heads = layout.groups * layout.heads
-        x = jnp.pad(x, ((0, layout.tokens - len(x)), (0, heads - x.shape[1])))
-        x = x.reshape(layout.tokens, layout.groups, layout.heads)
-        return jnp.pad(x, ((0, 0), (0, 0), (0, TOTAL - layout.heads)))
-
-    return jnp.concatenate([place(lse), place(delta)], axis=2).swapaxes(0, 1)
-
-
-def _mass(pair_lse: Float[Array, "G N h t"], lse: Float[Array, "T H"], pairs: Pairs, tables: Tables):
-    groups, tiles, heads, tile = pair_lse.shape
-    pair_lse = pair_lse.transpose(1, 3, 0, 2).reshape(tiles, tile, groups * heads)[..., : lse.shape[1]]
-    token = tables.numbering.token.at[tables.pair].get(mode="clip")
-    mass_Nt = jnp.exp(pair_lse - finite(lse).at[token].get(mode="clip")).mean(-1)
-    return tables_lib.to_slots(_to_pairs(mass_Nt, tables), tables.numbering, pairs.resource.shape[1])
+def _divide(sums: Float[Array, "T H d"], total: Float[Array, "T H"]) -> Float[Array, "T H d"]:
+    return sums / jnp.where(total > 0, total, 1.0)[..., None]
 
 
 def _to_pairs(x: Float[Array, "N t"], tables: Tables) -> Float[Array, "P"]:
-    """The value of every pair's row. Tiles past the last were never written, whatever they hold is dropped."""
+    """The value of every pair's row."""
     zeros = jnp.zeros_like(tables.numbering.token, jnp.float32)
     return zeros.at[tables.pair].set(x, mode="drop", unique_indices=True)
 
 
-def _pack(query: Float[Array, "T H d"], d_output: Float[Array, "T H d"], layout: Layout) -> Num[Array, "G V 128"]:
+def _pack(query: Float[Array, "T H d"], d_output: Float[Array, "T H d"], layout: Layout) -> Num[Array, "n G V 128"]:
     """Query and output gradient of a token side by side: halves of a word, or a register each."""
-    q, do = (_to_rows(x, layout) for x in (query, d_output))
+    q, do = (layout_lib.to_rows(x, layout) for x in (query, d_output))
     if q.dtype == jnp.bfloat16:
         low, high = (jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in (q, do))
         return low | (high << 16)
-    both = jnp.stack([x.reshape(layout.groups, layout.tokens, ROWS, LANES) for x in (q, do)], axis=2)
-    return both.reshape(layout.groups, -1, LANES)
+    both = jnp.stack([x.reshape(*x.shape[:2], layout.slots, ROWS, LANES) for x in (q, do)], axis=3)
+    return both.reshape(*q.shape[:2], -1, LANES)

@@ -1,18 +1,19 @@
-"""The TPU kernels: a tile of pairs that share a resource, with the queries and the sums of all tokens in fast memory.
+"""The TPU kernels of path A: a tile of pairs that share a resource, with the queries and the sums of a window of tokens
+in fast memory.
 
-A token is one vector register of a head group, 8 rows of 128 lanes, so that picking the tokens of a tile and adding to
-their sums are loads and stores at an address from scalar memory: no gather, no scatter, no partial results in main
-memory. Scores are transposed, keys by tokens: everything per token is a row of lanes.
+A token is one vector register of a head group, so that picking the tokens of a tile and adding to their sums are loads
+and stores at an address from scalar memory: no gather, no scatter, no partial results in main memory. Scores are
+transposed, keys by tokens: everything per token is a row of lanes. Tiles run in order on one core, so sums are
+deterministic.
 
-The forward pass carries a running maximum per token and head: any scores will do. The backward pass needs none, it has
-the final log-sum-exp. Tiles run in order on one core, so sums are deterministic.
-
-Shapes: G head groups, N tiles, t rows a tile, W tokens (the last ones: padding, where padding rows go), R resources,
-m keys a resource, D lanes of a group, d head size; S rows of a token, 8 or 16.
+Shapes: G head groups, N tiles, t rows a tile, W token slots (of a window; see `layout`), V = 8 W rows, R resources, m
+keys a resource, E lanes of all groups; S rows of a token, 8 or 16.
 """
 
 import functools
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,48 +21,43 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels.block_sparse_attention.tpu.layout import LANES, ROWS, TOTAL, Layout
+
 F32 = jnp.float32
-ROWS, LANES = 8, 128  # one vector register
-TOTAL = 64  # statistics of a token: lane h has the maximum (backward: log-sum-exp) of head h, lane TOTAL + h the sum
+LOG2E = math.log2(math.e)
 BATCH = 8  # tokens whose sums are read before the first is written: rows of a tile are different tokens
 UNROLL = 32  # rows in one basic block: enough to hide the latency of a load
+COLUMNS = 256  # tokens whose scores are worked on together: their registers do not spill
 LOWEST = -1e30  # the maximum of nothing: finite, so that differences are numbers
 
-
-class Layout(NamedTuple):
-    """How tokens lie in registers. A group has `heads` heads of `d` lanes each (a power of 2, or whole registers)."""
-
-    tile: int
-    tokens: int
-    groups: int
-    heads: int
-    d: int
-
-    @property
-    def lanes(self) -> int:
-        """Lanes of a group in the keys and values: whole registers."""
-        return -(-self.heads * self.d // LANES) * LANES
-
-    @property
-    def rows_a_unit(self) -> int:
-        """A unit is what lies in whole rows: one head, or the heads that share a row."""
-        return max(1, self.d // LANES)
-
-    @property
-    def units(self) -> list[list[int]]:
-        """The heads of every unit."""
-        per = max(1, LANES // self.d)
-        return [list(range(h, min(h + per, self.heads))) for h in range(0, self.heads, per)]
+Maximum = Literal["bounded", "running"]
+"""What scores are measured from: 0, where the caller has made sure that they stay small; or the largest seen so far."""
 
 
 class Tiles(NamedTuple):
-    """What the kernels read of every tile. Padding rows: a padding token, bias -inf."""
+    """What the kernels read of every tile. Padding rows: the first padding slot, bias -inf."""
 
     resource: Int[Array, "N"]
-    bounds: Int[Array, "2"]  # the first tile of an expert; the number of tiles, at least 1
-    row: Int[Array, "N 1 t"]  # ROWS * token
+    row: Int[Array, "N 1 t"]  # ROWS * slot of the token in its window
     bias: Float[Array, "N 1 t"]
     visible: Int[Array, "N 1 t"]
+
+
+class Bounds(NamedTuple):
+    """The tiles of one window, in order: first those of context chunks, then those of experts."""
+
+    first: Int[Array, ""]
+    experts: Int[Array, ""]  # the first tile of an expert
+    number: Int[Array, ""]  # at least 1: an empty tile where there is none
+
+
+class Run(NamedTuple):
+    """How a kernel is run."""
+
+    layout: Layout
+    scale: float
+    vmem_bytes: int
+    interpret: bool
 
 
 def _dot(a, b, dimensions: tuple[int, int]):
@@ -71,7 +67,7 @@ def _dot(a, b, dimensions: tuple[int, int]):
     return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=F32)
 
 
-def _address(row, size: int, scale: int = 1):
+def _rows(row, size: int = ROWS, scale: int = 1):
     return pl.ds(pl.multiple_of(row * scale, size), size)
 
 
@@ -79,290 +75,384 @@ def _token(row):
     return pl.ds(jax.lax.shift_right_logical(row, 3), 1)
 
 
-def _for_rows(tile: int, step: int, unroll: int, body) -> None:
-    """body(first row of the batch) for every batch of `step` rows."""
+def _for_rows(row_ref, interpret: bool, body: Callable) -> None:
+    """body(addresses, first) for a few rows of a tile at a time: their addresses, and the number of the first."""
+    step = 1 if interpret else BATCH  # interpreted, every row is compiled as a slice of a whole array
 
     def several(i, carry):
-        for j in range(0, unroll, step):
-            body(i * unroll + j)
+        first = pl.multiple_of(i * step, step)
+        addresses = row_ref.at[0, 0, pl.ds(first, step)]  # a view: addresses in it cost no arithmetic
+        body([addresses[j] for j in range(step)], first)
         return carry
 
-    jax.lax.fori_loop(0, tile // unroll, several, 0)
+    jax.lax.fori_loop(0, row_ref.shape[-1] // step, several, 0, unroll=1 if interpret else UNROLL // BATCH)
 
 
-def _unroll(interpret: bool) -> int:
-    return 2 if interpret else UNROLL  # interpreted, every row is compiled as a slice of a whole array
+def _staggered(jobs: Sequence, *stages: Callable[[Any, Any], Any]) -> list:
+    """Takes every job through the stages, each a stage behind the job before it, and returns what the last ones gave.
+
+    Neighbours are then independent, and the compiler, which mostly keeps the order of the source, finds work for the
+    slots that one job's latency leaves empty.
+    """
+    state: list = [None] * len(jobs)
+    for step in range(len(jobs) + len(stages) - 1):
+        for depth, stage in enumerate(stages):
+            if 0 <= step - depth < len(jobs):
+                state[step - depth] = stage(jobs[step - depth], state[step - depth])
+    return state
 
 
-def _fill(ref, value) -> None:
-    """Writes `value`, of 8 rows, all over ref (rows, 128), without an unrolled store for each."""
+class _Job(NamedTuple):
+    """Some tokens of a tile and one head."""
 
-    def body(i, carry):
-        ref[_address(i, ROWS, ROWS), :] = value
-        return carry
+    unit: int
+    position: int  # of the head in its unit
+    head: int
+    first: int  # token of the tile
 
-    jax.lax.fori_loop(0, ref.shape[0] // ROWS, body, 0)
+    @classmethod
+    def all_of(cls, layout: Layout) -> list["_Job"]:
+        firsts = range(0, layout.tile, min(COLUMNS, layout.tile))
+        return [
+            cls(unit, position, head, first)
+            for first in firsts
+            for unit, heads in enumerate(layout.units)
+            for position, head in enumerate(heads)
+        ]
+
+    def columns(self, layout: Layout) -> slice:
+        return slice(self.first, self.first + min(COLUMNS, layout.tile))
+
+    def lanes(self, layout: Layout) -> slice:
+        """The lanes of the whole unit in keys and values: other heads' are masked in the queries."""
+        width = layout.rows_a_unit * LANES
+        return slice(self.unit * width, (self.unit + 1) * width)
 
 
-def _load_unit(ref, unit: int, layout: Layout, row: int = 0, rows: int = ROWS):
-    """The lanes of one unit of every token of a tile: (t, 128 or d)."""
-    n = layout.rows_a_unit
-    parts = [ref[pl.ds(row + unit * n + j, layout.tile, stride=rows), :] for j in range(n)]
+def _load(ref, job: _Job, layout: Layout, row: int = 0, size: int = ROWS):
+    """The lanes of the job's unit of its tokens, (tokens, 128 or d)."""
+    n, tokens = layout.rows_a_unit, min(COLUMNS, layout.tile)
+    first = job.first * size + row + job.unit * n
+    parts = [ref[pl.ds(first + j, tokens, stride=size), :] for j in range(n)]
     return parts[0] if n == 1 else jnp.concatenate(parts, axis=1)
 
 
-def _store_unit(ref, unit: int, layout: Layout, parts: list) -> None:
-    """The heads of one unit, each (t, d), back to their rows; lanes that no head has become 0."""
-    n, lanes = layout.rows_a_unit, layout.d * len(parts)
-    if lanes < LANES:
-        parts = [*parts, jnp.zeros((layout.tile, LANES - lanes), F32)]
-    x = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-    for j in range(n):
-        ref[pl.ds(unit * n + j, layout.tile, stride=ROWS), :] = x[:, j * LANES : (j + 1) * LANES]
+def _own(x, job: _Job, layout: Layout):
+    """Zero in the lanes of the unit's other heads, so that products over all lanes are products of the head."""
+    if layout.d >= LANES:
+        return x
+    lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) // layout.d
+    return jnp.where(lane == job.position, x, 0.0)
 
 
-def _head(x, position: int, layout: Layout):
-    """Head number `position` of a unit's lanes."""
-    return x if layout.d >= LANES else x[:, position * layout.d : (position + 1) * layout.d]
+class _Sums:
+    """What the heads of a unit give for the same tokens, added up and stored when the last one is in."""
+
+    def __init__(self, ref, layout: Layout):
+        self.ref, self.layout, self.partial = ref, layout, {}
+
+    def add(self, job: _Job, x) -> None:
+        key, n = (job.unit, job.first), self.layout.rows_a_unit
+        x = self.partial.pop(key, 0.0) + _own(x, job, self.layout)
+        if job.head != self.layout.units[job.unit][-1]:
+            self.partial[key] = x
+            return
+        first = job.first * ROWS + job.unit * n
+        for j in range(n):
+            part = x[:, j * LANES : (j + 1) * LANES]
+            self.ref[pl.ds(first + j, len(x), stride=ROWS), :] = part
+
+
+def _by_head(jobs: Sequence[_Job], values: Sequence, layout: Layout) -> list:
+    """Rows of all tokens of the tile, (1, t), head by head."""
+    rows = [[value for job, value in zip(jobs, values, strict=True) if job.head == h] for h in range(layout.heads)]
+    return [parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1) for parts in rows]
 
 
 def _stack(rows: list, size: int):
     return jnp.concatenate([*rows, jnp.zeros((size - len(rows), rows[0].shape[1]), F32)], axis=0)
 
 
-def _seen(visible_ref, m: int, tile: int):
-    return jax.lax.broadcasted_iota(jnp.int32, (m, tile), 0) < visible_ref[0]
-
-
 def _forward_kernel(
-    resource, bounds, row_ref, bias_ref, visible_ref, query_ref, key_ref, value_ref,  # in
+    resource, bounds, row_ref, bias_ref, visible_ref, query_ref, key_ref, value_ref, sum_in, stats_in, lse_in,  # in
     sum_ref, stats_ref, pair_lse_ref,  # out
-    queries, outputs, decays, stats,  # scratch: the tile's rows
-    *, layout: Layout, scale: float, unroll: int,
+    queries, outputs, stats, decays,  # scratch: the tile's rows
+    *, run: Run, maximum: Maximum,
 ):  # fmt: skip
-    del resource, bounds
-    tile = layout.tile
+    del resource, bounds, lse_in
+    group, step, layout, running = pl.program_id(0), pl.program_id(1), run.layout, maximum == "running"
 
-    @pl.when(pl.program_id(1) == 0)
+    @pl.when(step == 0)
     def _():
-        _fill(sum_ref.at[0], jnp.zeros((ROWS, LANES), F32))
-        lane = jax.lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 1)
-        _fill(stats_ref.at[0], jnp.where(lane < TOTAL, LOWEST, 0.0))
+        pltpu.sync_copy(sum_in.at[group], sum_ref.at[0])
+        pltpu.sync_copy(stats_in.at[group], stats_ref.at[0])
 
-    def gather(r):
-        row = row_ref[0, 0, r]
-        queries[_address(r, ROWS, ROWS), :] = query_ref[0, 0, _address(row, ROWS), :]
-        stats[pl.ds(r, 1), :] = stats_ref[0, _token(row), :]
+    def gather(rows, first):
+        for j, row in enumerate(rows):
+            queries[_rows(first + j, ROWS, ROWS), :] = query_ref[0, 0, _rows(row), :]
+            if running:
+                stats[pl.ds(first + j, 1), :] = stats_ref[0, _token(row), :]
 
-    _for_rows(tile, 1, unroll, gather)
-    before = stats[...].T
-    seen, bias = _seen(visible_ref, key_ref.shape[1], tile), bias_ref[0]
-    tops, totals, factors, pair_totals = [], [], [], []
-    for unit, heads in enumerate(layout.units):
-        x, parts = _load_unit(queries, unit, layout), []
-        for position, h in enumerate(heads):
-            lanes = slice(h * layout.d, (h + 1) * layout.d)
-            q = _head(x, position, layout).astype(key_ref.dtype)
-            score = jnp.where(seen, _dot(key_ref[0, :, lanes], q, (1, 1)) * scale + bias, -jnp.inf)
-            old = before[h : h + 1]
-            top = jnp.maximum(old, jnp.max(score, axis=0, keepdims=True))
-            weight, factor = jnp.exp(score - top), jnp.exp(old - top)
-            total = jnp.sum(weight, axis=0, keepdims=True)
-            parts.append(_dot(weight.astype(value_ref.dtype), value_ref[0, :, lanes], (0, 0)))
-            tops.append(top)
-            factors.append(factor)
-            pair_totals.append(total)
-            totals.append(before[TOTAL + h : TOTAL + h + 1] * factor + total)
-        _store_unit(outputs, unit, layout, parts)
-    pair_lse_ref[0, 0] = jnp.log(jnp.concatenate(pair_totals, axis=0)) + jnp.concatenate(tops, axis=0)
+    _for_rows(row_ref, run.interpret, gather)
+    before = stats[...].T if running else None
+    seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
+    bias, sums, jobs = bias_ref[0] * LOG2E, _Sums(outputs, layout), _Job.all_of(layout)
+
+    def score(job, _):
+        query = _own(_load(queries, job, layout), job, layout).astype(key_ref.dtype)
+        return _dot(key_ref[0, :, job.lanes(layout)], query, (1, 1))
+
+    def softmax(job, score):
+        columns = job.columns(layout)
+        score = jnp.where(seen[:, columns], score * (run.scale * LOG2E) + bias[:, columns], -jnp.inf)
+        top = jnp.zeros_like(score[:1])
+        if running:
+            top = jnp.maximum(before[job.head : job.head + 1, columns], jnp.max(score, axis=0, keepdims=True))
+            score = score - top
+        weight = jnp.exp2(score)
+        return weight.astype(value_ref.dtype), jnp.sum(weight, axis=0, keepdims=True), top
+
+    def output(job, state):
+        weight, total, top = state
+        sums.add(job, _dot(weight, value_ref[0, :, job.lanes(layout)], (0, 0)))
+        return total, top
+
+    totals, tops = zip(*_staggered(jobs, score, softmax, output), strict=True)
+    totals, tops = (_by_head(jobs, x, layout) for x in (totals, tops))
+    pair_lse_ref[0, 0] = jnp.log2(jnp.concatenate(totals, axis=0)) + jnp.concatenate(tops, axis=0)
+    if running:
+        factors = [jnp.exp2(before[h : h + 1] - top) for h, top in enumerate(tops)]
+        totals = [before[TOTAL + h : TOTAL + h + 1] * factors[h] + total for h, total in enumerate(totals)]
+        factor = _stack(factors, LANES).T
+        decay = _Sums(decays, layout)
+        for job in jobs:
+            column = factor[job.columns(layout), job.head : job.head + 1]
+            decay.add(job, jnp.broadcast_to(column, (len(column), layout.rows_a_unit * LANES)))
     stats[...] = jnp.concatenate([_stack(tops, TOTAL), _stack(totals, LANES - TOTAL)], axis=0).T
-    factor = _stack(factors, LANES).T
-    for unit, heads in enumerate(layout.units):
-        _store_unit(decays, unit, layout, [jnp.broadcast_to(factor[:, h : h + 1], (tile, layout.d)) for h in heads])
 
-    batch = min(BATCH, unroll)
-
-    def accumulate(first):
-        rows = [row_ref[0, 0, first + j] for j in range(batch)]
-        mine = [_address(first + j, ROWS, ROWS) for j in range(batch)]
-        sums = [
-            sum_ref[0, _address(row, ROWS), :] * decays[r, :] + outputs[r, :] for row, r in zip(rows, mine, strict=True)
+    def accumulate(rows, first):
+        mine = [(_rows(first + j, ROWS, ROWS), pl.ds(first + j, 1)) for j in range(len(rows))]
+        olds = [(sum_ref[0, _rows(row), :], stats_ref[0, _token(row), :]) for row in rows]
+        news = [
+            (old * decays[r, :] + outputs[r, :], stats[s, :]) if running else (old + outputs[r, :], total + stats[s, :])
+            for (old, total), (r, s) in zip(olds, mine, strict=True)
         ]
-        new = [stats[pl.ds(first + j, 1), :] for j in range(batch)]
-        for row, x, y in zip(rows, sums, new, strict=True):
-            sum_ref[0, _address(row, ROWS), :] = x
-            stats_ref[0, _token(row), :] = y
+        for row, (new, total) in zip(rows, news, strict=True):
+            sum_ref[0, _rows(row), :] = new
+            stats_ref[0, _token(row), :] = total
 
-    _for_rows(tile, batch, unroll, accumulate)
+    _for_rows(row_ref, run.interpret, accumulate)
 
 
 def _backward_kernel(
     resource, bounds, row_ref, bias_ref, visible_ref, packed_ref, stats_ref, key_ref, value_ref,  # in
+    d_key_in, d_value_in, d_query_in, d_bias_in,
     d_query_ref, d_bias_ref, d_key_ref, d_value_ref,  # out
     packed, outputs, stats,  # scratch
-    *, layout: Layout, scale: float, size: int, unroll: int,
+    *, run: Run, size: int,
 ):  # fmt: skip
-    t, tile, dtype = pl.program_id(1), layout.tile, key_ref.dtype
+    del d_bias_in
+    group, step, layout, dtype = pl.program_id(0), pl.program_id(1), run.layout, key_ref.dtype
+    here = bounds[0] + step
 
-    @pl.when((t == 0) | (t == bounds[0]))
+    @pl.when((step == 0) | (here == bounds[1]))
     def _():
-        _fill(d_query_ref.at[0, 0], jnp.zeros((ROWS, LANES), F32))
+        pltpu.sync_copy(d_query_in.at[_phase(step, bounds), group], d_query_ref.at[0, 0])
 
-    @pl.when((t == 0) | (resource[t] != resource[jnp.maximum(t - 1, 0)]))
+    @pl.when((step == 0) | (resource[here] != resource[jnp.maximum(here - 1, 0)]))
     def _():
-        d_key_ref[...] = jnp.zeros_like(d_key_ref)
-        d_value_ref[...] = jnp.zeros_like(d_value_ref)
+        d_key_ref[...] = d_key_in[...]
+        d_value_ref[...] = d_value_in[...]
 
-    def gather(r):
-        row = row_ref[0, 0, r]
-        packed[_address(r, size, size), :] = packed_ref[0, 0, _address(row, size, size // ROWS), :]
-        stats[pl.ds(r, 1), :] = stats_ref[0, _token(row), :]
+    def gather(rows, first):
+        for j, row in enumerate(rows):
+            packed[_rows(first + j, size, size), :] = packed_ref[0, 0, _rows(row, size, size // ROWS), :]
+            stats[pl.ds(first + j, 1), :] = stats_ref[0, _token(row), :]
 
-    _for_rows(tile, 1, unroll, gather)
-    statistics = stats[...].T
-    seen, bias = _seen(visible_ref, key_ref.shape[1], tile), bias_ref[0]
-    d_bias = jnp.zeros((1, tile), F32)
-    for unit, heads in enumerate(layout.units):
-        q_unit, do_unit = _unpack(packed, unit, layout, size)
-        parts = []
-        for position, h in enumerate(heads):
-            lanes = slice(h * layout.d, (h + 1) * layout.d)
-            q, do = (_head(x, position, layout).astype(dtype) for x in (q_unit, do_unit))
-            k, v = key_ref[0, :, lanes], value_ref[0, :, lanes]
-            shift = bias - statistics[h : h + 1]
-            weight = jnp.where(seen, jnp.exp(_dot(k, q, (1, 1)) * scale + shift), 0.0)
-            d_value_ref[0, :, lanes] += _dot(weight.astype(dtype), do, (1, 0))
-            d_score = weight * (_dot(v, do, (1, 1)) - statistics[TOTAL + h : TOTAL + h + 1])
-            d_bias += jnp.sum(d_score, axis=0, keepdims=True)
-            d_score = d_score.astype(dtype)
-            d_key_ref[0, :, lanes] += _dot(d_score, q, (1, 0))
-            parts.append(_dot(d_score, k, (0, 0)))
-        _store_unit(outputs, unit, layout, parts)
-    d_bias_ref[0, 0] = d_bias
-    batch = min(BATCH, unroll)
+    _for_rows(row_ref, run.interpret, gather)
+    statistics, bias, jobs = stats[...].T, bias_ref[0] * LOG2E, _Job.all_of(layout)
+    seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
+    sums = _Sums(outputs, layout)
 
-    def accumulate(first):
-        rows = [_address(row_ref[0, 0, first + j], ROWS) for j in range(batch)]
-        sums = [d_query_ref[0, 0, row, :] + outputs[_address(first + j, ROWS, ROWS), :] for j, row in enumerate(rows)]
-        for row, x in zip(rows, sums, strict=True):
-            d_query_ref[0, 0, row, :] = x
+    def products(job, _):
+        lanes, both = job.lanes(layout), _unpack(packed, job, layout, size)
+        query, d_output = (_own(x, job, layout).astype(dtype) for x in both)
+        score, d_weight = _dot(key_ref[0, :, lanes], query, (1, 1)), _dot(value_ref[0, :, lanes], d_output, (1, 1))
+        return query, d_output, score, d_weight
 
-    _for_rows(tile, batch, unroll, accumulate)
+    def softmax(job, state):
+        query, d_output, score, d_weight = state
+        columns = job.columns(layout)
+        lse, delta = (statistics[x + job.head : x + job.head + 1, columns] for x in (0, TOTAL))
+        shift = bias[:, columns] - lse * LOG2E
+        weight = jnp.where(seen[:, columns], jnp.exp2(score * (run.scale * LOG2E) + shift), 0.0)
+        d_score = weight * (d_weight - delta)
+        d_bias = jnp.sum(d_score, axis=0, keepdims=True)
+        return query, d_output, weight.astype(dtype), d_score.astype(dtype), d_bias
+
+    def gradients(job, state):
+        query, d_output, weight, d_score, d_bias = state
+        lanes = job.lanes(layout)
+        d_value_ref[0, :, lanes] += _dot(weight, d_output, (1, 0))
+        d_key_ref[0, :, lanes] += _dot(d_score, query, (1, 0))
+        sums.add(job, _dot(d_score, key_ref[0, :, lanes], (0, 0)))
+        return d_bias
+
+    d_bias = _by_head(jobs, _staggered(jobs, products, softmax, gradients), layout)
+    d_bias_ref[0, 0] = functools.reduce(jnp.add, d_bias)
+
+    def accumulate(rows, first):
+        olds = [d_query_ref[0, 0, _rows(row), :] for row in rows]
+        news = [old + outputs[_rows(first + j, ROWS, ROWS), :] for j, old in enumerate(olds)]
+        for row, new in zip(rows, news, strict=True):
+            d_query_ref[0, 0, _rows(row), :] = new
+
+    _for_rows(row_ref, run.interpret, accumulate)
 
 
-def _unpack(packed, unit: int, layout: Layout, size: int):
+def _unpack(packed, job: _Job, layout: Layout, size: int):
     """Query and output gradient of one unit: halves of a word, or rows 0 to 7 and 8 to 15 of a token."""
     if size > ROWS:
-        return tuple(_load_unit(packed, unit, layout, row, size) for row in (0, ROWS))
-    words = _load_unit(packed, unit, layout)
+        return tuple(_load(packed, job, layout, row, size) for row in (0, ROWS))
+    words = _load(packed, job, layout)
     halves = words << 16, words & jnp.uint32(0xFFFF0000)
     return tuple(jax.lax.bitcast_convert_type(x, F32) for x in halves)
 
 
-def _phase(t, bounds):
-    return (t >= bounds[0]).astype(jnp.int32)  # 0: context, rotated queries; 1: experts
+def _phase(step, bounds):
+    return (bounds[0] + step >= bounds[1]).astype(jnp.int32)  # 0: context, rotated queries; 1: experts
 
 
-def _blocks(layout: Layout, m: int) -> dict[str, pl.BlockSpec]:
+class _Blocks:
     """Which part of every array a step sees. What stays for many steps has one buffer, or fast memory would not do."""
-    tile, one = layout.tile, pl.Buffered(1)
-    return {
-        "scalars": pl.BlockSpec((1, 1, tile), lambda g, t, *_: (t, 0, 0), memory_space=pltpu.SMEM),
-        "rows": pl.BlockSpec((1, 1, tile), lambda g, t, *_: (t, 0, 0)),
-        "stats": pl.BlockSpec((1, layout.tokens, LANES), lambda g, t, *_: (g, 0, 0), pipeline_mode=one),
-        "table": pl.BlockSpec((1, m, layout.lanes), lambda g, t, resource, _: (resource[t], 0, g)),
-    }
+
+    def __init__(self, layout: Layout, m: int):
+        tile, one = layout.tile, pl.Buffered(1)
+        by_tile = lambda g, s, _, bounds: (bounds[0] + s, 0, 0)  # noqa: E731
+        self.layout = layout
+        self.scalars = pl.BlockSpec((1, 1, tile), by_tile, memory_space=pltpu.SMEM)
+        self.row = pl.BlockSpec((1, 1, tile), by_tile)
+        self.stats = pl.BlockSpec((1, layout.slots, LANES), lambda g, s, *_: (g, 0, 0), pipeline_mode=one)
+        self.sums = pl.BlockSpec((1, layout.slots * ROWS, LANES), lambda g, s, *_: (g, 0, 0), pipeline_mode=one)
+        self.table = pl.BlockSpec((1, m, layout.lanes), lambda g, s, resource, bounds: (resource[bounds[0] + s], 0, g))
+        self.anywhere = pl.BlockSpec(memory_space=pl.ANY)
+
+    def queries(self, size: int) -> pl.BlockSpec:
+        shape = (1, 1, self.layout.slots * size, LANES)
+        return pl.BlockSpec(shape, lambda g, s, _, bounds: (_phase(s, bounds), g, 0, 0), pipeline_mode=pl.Buffered(1))
+
+    def by_tile(self, rows: int) -> pl.BlockSpec:
+        shape = (1, 1, rows, self.layout.tile)
+        return pl.BlockSpec(shape, lambda g, s, _, bounds: (g, bounds[0] + s, 0, 0))
 
 
-def _queries(layout: Layout, size: int) -> pl.BlockSpec:
-    shape = (1, 1, layout.tokens * size, LANES)
-    return pl.BlockSpec(shape, lambda g, t, _, bounds: (_phase(t, bounds), g, 0, 0), pipeline_mode=pl.Buffered(1))
-
-
-def _call(kernel, name: str, tiles: Tiles, layout: Layout, specs, shapes, scratch, vmem_bytes, arrays, interpret):
+def _call(kernel, name: str, run: Run, specs, scratch, aliases, tiles: Tiles, bounds: Bounds, arrays, shapes, cost):
     # Inside shard_map a kernel must say over which axes of the mesh its results vary: over those of its arguments.
     varying = jax.typeof(arrays[0]).manual_axis_type
+    resource, *of_tiles = tiles
+    scalars = resource, jnp.stack(bounds)
     grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=2,
-        grid=(layout.groups, tiles.bounds[1]),
+        num_scalar_prefetch=len(scalars),
+        grid=(run.layout.groups, bounds.number),
         in_specs=specs[0],
         out_specs=specs[1],
         scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in scratch],
     )
     parameters = pltpu.CompilerParams(
-        dimension_semantics=("arbitrary", "arbitrary"),
+        dimension_semantics=("parallel", "arbitrary"),
         disable_bounds_checks=True,  # every address comes from the tables, whose bounds the caller of the op holds
-        vmem_limit_bytes=vmem_bytes,
+        vmem_limit_bytes=run.vmem_bytes,
     )
     return pl.pallas_call(
         kernel,
         grid_spec=grid,
         out_shape=[jax.ShapeDtypeStruct(shape, F32, manual_axis_type=varying) for shape in shapes],
+        input_output_aliases={len(scalars) + source: to for source, to in aliases.items()},
         compiler_params=parameters,
-        interpret=interpret,
+        cost_estimate=cost,
+        interpret=run.interpret,
         name=name,
-    )(*tiles, *arrays)
+    )(*scalars, *of_tiles, *arrays)
+
+
+def _cost(run: Run, tiles: Tiles, key, products: int, arrays: Sequence) -> pl.CostEstimate:
+    """Of as many tiles as there may be: how many there are is known at run time only."""
+    scores = tiles.row.size * key.shape[1] * run.layout.groups * run.layout.heads
+    return pl.CostEstimate(
+        flops=2 * products * scores * run.layout.d,
+        transcendentals=scores,
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((tiles, arrays))),
+    )
 
 
 def forward(
     query: Float[Array, "2 G V 128"],
     key: Num[Array, "R m E"],
     value: Num[Array, "R m E"],
+    sums: Float[Array, "G V 128"],
+    stats: Float[Array, "G W 128"],
+    pair_lse: Float[Array, "G N h t"],
     tiles: Tiles,
+    bounds: Bounds,
     *,
-    layout: Layout,
-    scale: float,
-    vmem_bytes: int,
-    interpret: bool,
-) -> tuple[Float[Array, "G V 128"], Float[Array, "G W 128"], Float[Array, "G N H t"]]:
-    """Sums not yet divided, statistics (maxima, totals), and the log-sum-exp of every pair."""
-    blocks, tile = _blocks(layout, key.shape[1]), layout.tile
-    sums = pl.BlockSpec((1, layout.tokens * ROWS, LANES), lambda g, t, *_: (g, 0, 0), pipeline_mode=pl.Buffered(1))
-    pair = pl.BlockSpec((1, 1, layout.heads, tile), lambda g, t, *_: (g, t, 0, 0))
-    into = [*(blocks[x] for x in ("scalars", "rows", "rows")), _queries(layout, ROWS), blocks["table"], blocks["table"]]
-    shapes = [
-        (layout.groups, layout.tokens * ROWS, LANES),
-        (layout.groups, layout.tokens, LANES),
-        (layout.groups, len(tiles.resource), layout.heads, tile),
-    ]
-    scratch = [((tile * ROWS, LANES), F32)] * 3 + [((tile, LANES), F32)]
-    kernel = functools.partial(_forward_kernel, layout=layout, scale=scale, unroll=_unroll(interpret))
-    specs = into, [sums, blocks["stats"], pair]
-    arrays = query, key, value
-    name = "block_sparse_attention_forward"
-    return tuple(_call(kernel, name, tiles, layout, specs, shapes, scratch, vmem_bytes, arrays, interpret))
+    run: Run,
+    maximum: Maximum,
+) -> tuple[Float[Array, "G V 128"], Float[Array, "G W 128"], Float[Array, "G N h t"]]:
+    """Adds a window's tiles to sums (not divided) and statistics (maxima, totals); writes their pairs' log-sum-exp.
+
+    Maxima and log-sum-exp are in base 2.
+    """
+    layout = run.layout
+    blocks = _Blocks(layout, key.shape[1])
+    pairs = blocks.by_tile(layout.heads)
+    specs = (
+        [blocks.scalars, blocks.row, blocks.row, blocks.queries(ROWS), blocks.table, blocks.table]
+        + [blocks.anywhere] * 3,
+        [blocks.sums, blocks.stats, pairs],
+    )
+    rows = (layout.tile * ROWS, LANES), F32
+    scratch = [rows, rows, ((layout.tile, LANES), F32), rows if maximum == "running" else ((ROWS, LANES), F32)]
+    kernel = functools.partial(_forward_kernel, run=run, maximum=maximum)
+    arrays = query, key, value, sums, stats, pair_lse
+    cost = _cost(run, tiles, key, 2, arrays)
+    shapes = [x.shape for x in (sums, stats, pair_lse)]
+    name = {"bounded": "block_sparse_attention_forward", "running": "block_sparse_attention_forward_running"}[maximum]
+    return tuple(_call(kernel, name, run, specs, scratch, {8: 2}, tiles, bounds, arrays, shapes, cost))
 
 
 def backward(
-    packed: Num[Array, "2 G V 128"],
+    packed: Num[Array, "2 G U 128"],
     stats: Float[Array, "G W 128"],
     key: Num[Array, "R m E"],
     value: Num[Array, "R m E"],
+    d_key: Float[Array, "R m E"],
+    d_value: Float[Array, "R m E"],
+    d_query: Float[Array, "2 G V 128"],
+    d_bias: Float[Array, "G N 1 t"],
     tiles: Tiles,
+    bounds: Bounds,
     *,
-    layout: Layout,
-    scale: float,
-    vmem_bytes: int,
-    interpret: bool,
-) -> tuple[Float[Array, "2 G U 128"], Float[Array, "G N 1 t"], Float[Array, "R m E"], Float[Array, "R m E"]]:
-    """Gradients of queries, biases, keys, values. Whatever no tile visited is not written: the caller masks it."""
-    blocks, tile, size = _blocks(layout, key.shape[1]), layout.tile, packed.shape[2] // layout.tokens
-    bias = pl.BlockSpec((1, 1, 1, tile), lambda g, t, *_: (g, t, 0, 0))
-    table = blocks["table"]
-    into = [
-        *(blocks[x] for x in ("scalars", "rows", "rows")),
-        _queries(layout, size),
-        *(blocks[x] for x in ("stats", "table", "table")),
+    run: Run,
+) -> tuple[Float[Array, "2 G V 128"], Float[Array, "G N 1 t"], Float[Array, "R m E"], Float[Array, "R m E"]]:
+    """Adds a window's tiles to the gradients of queries, keys and values; writes those of its pairs' biases."""
+    layout, size = run.layout, packed.shape[2] // run.layout.slots
+    blocks = _Blocks(layout, key.shape[1])
+    table = blocks.table
+    specs = (
+        [blocks.scalars, blocks.row, blocks.row, blocks.queries(size), blocks.stats]
+        + [table] * 4
+        + [blocks.anywhere] * 2,
+        [blocks.queries(ROWS), blocks.by_tile(1), table, table],
+    )
+    scratch = [
+        ((layout.tile * size, LANES), packed.dtype),
+        ((layout.tile * ROWS, LANES), F32),
+        ((layout.tile, LANES), F32),
     ]
-    shapes = [
-        (2, layout.groups, layout.tokens * ROWS, LANES),
-        (layout.groups, len(tiles.resource), 1, tile),
-        key.shape,
-        key.shape,
-    ]
-    scratch = [((tile * size, LANES), packed.dtype), ((tile * ROWS, LANES), F32), ((tile, LANES), F32)]
-    kernel = functools.partial(_backward_kernel, layout=layout, scale=scale, size=size, unroll=_unroll(interpret))
-    specs = into, [_queries(layout, ROWS), bias, table, table]
-    arrays = packed, stats, key, value
+    kernel = functools.partial(_backward_kernel, run=run, size=size)
+    arrays = packed, stats, key, value, d_key, d_value, d_query, d_bias
+    cost = _cost(run, tiles, key, 5, arrays)
+    shapes = [x.shape for x in (d_query, d_bias, d_key, d_value)]
     name = "block_sparse_attention_backward"
-    return tuple(_call(kernel, name, tiles, layout, specs, shapes, scratch, vmem_bytes, arrays, interpret))
+    aliases = {9: 0, 10: 1, 7: 2, 8: 3}
+    return tuple(_call(kernel, name, run, specs, scratch, aliases, tiles, bounds, arrays, shapes, cost))
