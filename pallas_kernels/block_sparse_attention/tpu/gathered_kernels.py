@@ -12,7 +12,7 @@ blocks), S steps of the sums.
 """
 
 import functools
-from collections.abc import Callable
+import math
 from typing import NamedTuple
 
 import jax
@@ -24,8 +24,9 @@ from jaxtyping import Array, Float, Int, Num
 F32, U32 = jnp.float32, jnp.uint32
 LANES = 128
 BLOCK = 128  # tokens whose sums stay in fast memory
-CHUNK = 256  # pairs a step of the sums: the depth of the widest matrix unit
+CHUNK = 512  # pairs a step of the sums: enough of them to hide latencies
 LOWEST = -1e30  # the score of what is not seen: finite, so that a padding row is no NaN
+LOG2_E = math.log2(math.e)  # the hardware has powers of two: the factor goes where one is needed anyway
 HIGH = 0xFFFF0000  # the second bfloat16 of a word
 VMEM_BYTES = 60 * 2**20  # what the smallest chips have, less what the compiler wants; the blocks take half of it
 HALF = 0x8000  # half a unit in the last place of a bfloat16
@@ -51,13 +52,13 @@ class Layout(NamedTuple):
         """Lanes of a group."""
         return self.units * self.unit
 
-    @property
-    def spans(self) -> list[tuple[slice, list[int]]]:
-        """Units that hold whole heads, and those heads: the units of one head, or the heads of one unit."""
-        units, per = max(1, self.d // self.unit), max(1, self.unit // self.d)
+    def spans(self, lanes: int) -> list[tuple[slice, list[int]]]:
+        """Columns of 128 lanes that hold whole heads, and those heads: of one head, or all heads of `lanes` lanes."""
+        columns, per = max(self.d, lanes) // LANES, max(1, lanes // self.d)
         starts = range(0, self.heads, per)
         return [
-            (slice(i * units, (i + 1) * units), list(range(h, min(h + per, self.heads)))) for i, h in enumerate(starts)
+            (slice(i * columns, (i + 1) * columns), list(range(h, min(h + per, self.heads))))
+            for i, h in enumerate(starts)
         ]
 
     @property
@@ -94,33 +95,31 @@ def _bits(x, dtype):
     return jax.lax.bitcast_convert_type(x, dtype)
 
 
-def _load(ref, units: slice, rows: int, size: int, layout: Layout):
-    """Some units of every row of a block, `size` units a row: (rows, lanes), in the dtype of the inputs."""
-    columns = []
-    for unit in range(units.start, units.stop):
-        words = ref[pl.ds(unit, rows, stride=size), :]
-        if layout.halves == 1:
-            columns.append(words)
-        else:
-            columns += [_bits(x, F32).astype(jnp.bfloat16) for x in (words << 16, words & U32(HIGH))]
-    return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=1)
+def _load(ref, columns: slice, rows: int, layout: Layout, first: int = 0):
+    """Some columns of every row of a block: (rows, lanes), in the layout's dtype; a row's begin at unit `first`."""
+    size = ref.shape[0] // rows
+    parts = []
+    for column in range(columns.start, columns.stop):
+        words = ref[pl.ds(first + column // layout.halves, rows, stride=size), :]
+        if layout.halves == 2:
+            words = _bits(words & U32(HIGH) if column % 2 else words << 16, F32).astype(jnp.bfloat16)
+        parts.append(words)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
-def _store(ref, units: slice, parts: list, layout: Layout) -> None:
-    """The heads of a span, each (t, d) in float32, to their units; lanes that no head has become 0."""
-    missing = (units.stop - units.start) * layout.unit - layout.d * len(parts)
+def _store(ref, columns: slice, parts: list, layout: Layout) -> None:
+    """The heads of a span, each (t, d) in float32, to their columns; lanes that no head has become 0."""
+    missing = (columns.stop - columns.start) * LANES - layout.d * len(parts)
     if missing:
         parts = [*parts, jnp.zeros((layout.tile, missing), F32)]
     x = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-    columns = [x[:, i : i + LANES] for i in range(0, x.shape[1], LANES)]
-    if ref.dtype != F32:
+    words = [x[:, i : i + LANES] for i in range(0, x.shape[1], LANES)]
+    if layout.halves == 2:
         # To the nearest, by adding half a unit and dropping what is below it.
-        low, high = ([_bits(x, U32) + U32(HALF) for x in columns[i::2]] for i in (0, 1))
-        columns = [(a >> 16) | (b & U32(HIGH)) for a, b in zip(low, high, strict=True)]
-    size = ref.shape[0] // layout.tile
-    first = units.start * len(columns) // (units.stop - units.start)
-    for unit, words in enumerate(columns, first):
-        ref[pl.ds(unit, layout.tile, stride=size), :] = words
+        low, high = ([_bits(x, U32) + U32(HALF) for x in words[i::2]] for i in (0, 1))
+        words = [(a >> 16) | (b & U32(HIGH)) for a, b in zip(low, high, strict=True)]
+    for unit, x in enumerate(words, columns.start // layout.halves):
+        ref[pl.ds(unit, layout.tile, stride=layout.units), :] = x
 
 
 def _head(x, position: int, layout: Layout):
@@ -132,6 +131,12 @@ def _seen(visible_ref, m: int, tile: int):
     return jax.lax.broadcasted_iota(jnp.int32, (m, tile), 0) < visible_ref[...]
 
 
+def _begins(index):
+    """Whether this step is the first with its number in `index`."""
+    s = pl.program_id(1)
+    return (s == 0) | (index[s] != index[jnp.maximum(s - 1, 0)])
+
+
 def _forward_kernel(
     resource, visible_ref, query_ref, key_ref, value_ref,  # in
     output_ref, stats_ref,  # out
@@ -140,18 +145,18 @@ def _forward_kernel(
     del resource
     seen = _seen(visible_ref, key_ref.shape[0], layout.tile)
     tops, totals = [], []
-    for units, heads in layout.spans:
-        x, parts = _load(query_ref, units, layout.tile, layout.units, layout), []
+    for columns, heads in layout.spans(LANES):
+        x, parts = _load(query_ref, columns, layout.tile, layout), []
         for position, h in enumerate(heads):
             lanes = slice(h * layout.d, (h + 1) * layout.d)
-            score = _dot(key_ref[:, lanes], _head(x, position, layout), (1, 1)) * scale
+            score = _dot(key_ref[:, lanes], _head(x, position, layout), (1, 1)) * (scale * LOG2_E)
             score = jnp.where(seen, score, LOWEST)
             top = jnp.max(score, axis=0, keepdims=True)
-            weight = jnp.exp(score - top)
-            tops.append(top)
+            weight = jnp.exp2(score - top)
+            tops.append(top / LOG2_E)
             totals.append(jnp.sum(weight, axis=0, keepdims=True))
             parts.append(_dot(weight.astype(value_ref.dtype), value_ref[:, lanes], (0, 0)))
-        _store(output_ref, units, parts, layout)
+        _store(output_ref, columns, parts, layout.wide)
     stats_ref[...] = jnp.concatenate([*tops, *totals], axis=0)
 
 
@@ -160,32 +165,32 @@ def _backward_kernel(
     d_query_ref, d_bias_ref, d_key_ref, d_value_ref,  # out
     *, layout: Layout, scale: float,
 ):  # fmt: skip
-    t, tile, size, dtype = pl.program_id(1), layout.tile, 2 * layout.units, key_ref.dtype
+    tile, dtype = layout.tile, key_ref.dtype
 
-    @pl.when((t == 0) | (resource[t] != resource[jnp.maximum(t - 1, 0)]))
+    @pl.when(_begins(resource))
     def _():
         d_key_ref[...] = jnp.zeros_like(d_key_ref)
         d_value_ref[...] = jnp.zeros_like(d_value_ref)
 
     seen = _seen(visible_ref, key_ref.shape[0], tile)
     d_bias = jnp.zeros((1, tile), F32)
-    for units, heads in layout.spans:
-        queries = _load(packed_ref, units, tile, size, layout)
-        after = slice(units.start + layout.units, units.stop + layout.units)
-        cotangents, parts = _load(packed_ref, after, tile, size, layout), []
+    for columns, heads in layout.spans(layout.unit):
+        queries, cotangents = (_load(packed_ref, columns, tile, layout, first) for first in (0, layout.units))
+        parts = []
         for position, h in enumerate(heads):
             lanes = slice(h * layout.d, (h + 1) * layout.d)
             q, do = (_head(x, position, layout) for x in (queries, cotangents))
             k, v = key_ref[:, lanes], value_ref[:, lanes]
             shift, delta = (stats_ref[i : i + 1, :] for i in (h, layout.heads + h))
-            weight = jnp.where(seen, jnp.exp(_dot(k, q, (1, 1)) * scale + shift), 0.0)
+            score = _dot(k, q, (1, 1)) * (scale * LOG2_E) + shift * LOG2_E
+            weight = jnp.where(seen, jnp.exp2(score), 0.0)
             d_value_ref[:, lanes] += _dot(weight.astype(dtype), do, (1, 0))
             d_score = weight * (_dot(v, do, (1, 1)) - delta)
             d_bias += jnp.sum(d_score, axis=0, keepdims=True)
             d_score = d_score.astype(dtype)
             d_key_ref[:, lanes] += _dot(d_score, q, (1, 0))
             parts.append(_dot(d_score, k, (0, 0)))
-        _store(d_query_ref, units, parts, layout)
+        _store(d_query_ref, columns, parts, layout)
     d_bias_ref[...] = d_bias
 
 
@@ -195,16 +200,10 @@ def _own(block, token_ref):
     return token_ref[...] - first == jax.lax.broadcasted_iota(jnp.int32, (BLOCK, CHUNK), 0)
 
 
-def _begins(index):
-    """Whether this step is the first with its number in `index`."""
-    s = pl.program_id(1)
-    return (s == 0) | (index[s] != index[jnp.maximum(s - 1, 0)])
-
-
 def _merge_kernel(
     block, chunk, token_ref, stats_ref, lse_ref, rows_ref, start_ref,  # in
     output_ref, mass_ref,  # out
-    *, layout: Layout, product: Callable,
+    *, layout: Layout,
 ):  # fmt: skip
     del chunk
 
@@ -213,28 +212,37 @@ def _merge_kernel(
         output_ref[...] = start_ref[...]
 
     own = _own(block, token_ref)
-    # One-hot products pick the token's number for every pair; float32 passes keep all its bits.
-    lse = _dot(lse_ref[...], own.astype(F32), (1, 0))
+    ones = own.astype(F32).astype(jnp.bfloat16)
+    lse = sum(_dot(part, ones, (1, 0)) for part in _parts(lse_ref[...], 3))  # of the token, for every pair
     weight = jnp.exp(stats_ref[: layout.heads, :] - lse)
     share = jnp.sum(weight * stats_ref[layout.heads :, :], axis=0, keepdims=True)
     mine = jnp.max(own.astype(F32), axis=0, keepdims=True) > 0  # other blocks' pairs of this chunk are theirs
     mass_ref[...] = jnp.where(mine, share, mass_ref[...])
-    for units, heads in layout.spans:
-        x = _load(rows_ref, units, CHUNK, layout.units, layout)
-        for position, h in enumerate(heads):
-            lanes = slice(h * layout.d, (h + 1) * layout.d)
-            output_ref[:, lanes] += product(jnp.where(own, weight[h : h + 1], 0.0), _head(x, position, layout))
+    weight = jnp.where(mine, weight, 0.0)
+    weight = jnp.concatenate([weight, jnp.zeros((-layout.heads % LANES, CHUNK), F32)], axis=0).T
+    for columns, heads in layout.wide.spans(_width(layout)):
+        factor = [jnp.broadcast_to(weight[:, h : h + 1], (CHUNK, layout.d)) for h in heads]
+        lanes = slice(heads[0] * layout.d, (heads[-1] + 1) * layout.d)
+        x = _load(rows_ref, columns, CHUNK, layout.wide)[:, : lanes.stop - lanes.start]
+        x *= factor[0] if len(heads) == 1 else jnp.concatenate(factor, axis=1)
+        output_ref[:, lanes] += sum(_dot(ones, part, (1, 0)) for part in _parts(x, 4 - layout.halves))
 
 
-def _in_three(a, b):
-    """a @ b of float32 in three products of bfloat16: right to 2^-16, more than what bfloat16 inputs know."""
-    (a, a_rest), (b, b_rest) = ((x.astype(jnp.bfloat16), _rest(x)) for x in (a, b))
-    return _dot(a, b, (1, 0)) + (_dot(a, b_rest, (1, 0)) + _dot(a_rest, b, (1, 0)))
+def _width(layout: Layout) -> int:
+    """Lanes of one product: the width of the widest matrix unit, where there are as many."""
+    return min(2 * LANES, layout.lanes)
 
 
-def _rest(x):
-    """What bfloat16 leaves of x."""
-    return (x - x.astype(jnp.bfloat16).astype(F32)).astype(jnp.bfloat16)
+def _parts(x, count: int) -> list:
+    """Numbers of bfloat16 whose sum is x: 2 of them to 2^-16, 3 of them to the bit."""
+    if x.dtype == jnp.bfloat16:
+        return [x]
+    parts = []
+    for _ in range(count):
+        part = _bits(_bits(x, U32) & U32(HIGH), F32)
+        parts.append(part.astype(jnp.bfloat16))
+        x = x - part
+    return parts
 
 
 def _sum_kernel(
@@ -249,13 +257,13 @@ def _sum_kernel(
         total_ref[...] = start_ref[...]
 
     own = _own(block, token_ref)
-    dtype = F32 if layout.halves == 1 else jnp.bfloat16
-    kinds = [jnp.where(own & (kind_ref[...] == kind), 1.0, 0.0).astype(dtype) for kind in (0, 1)]
-    for units, heads in layout.spans:
-        x = _load(rows_ref, units, CHUNK, layout.units, layout)
+    kinds = [(own & (kind_ref[...] == kind)).astype(F32).astype(jnp.bfloat16) for kind in (0, 1)]
+    for columns, heads in layout.spans(_width(layout)):
         lanes = slice(heads[0] * layout.d, (heads[-1] + 1) * layout.d)
+        x = _load(rows_ref, columns, CHUNK, layout)[:, : lanes.stop - lanes.start]
+        parts = _parts(x, 3)
         for kind, ones in enumerate(kinds):
-            total_ref[kind, :, lanes] += _dot(ones, x[:, : lanes.stop - lanes.start], (1, 0))
+            total_ref[kind, :, lanes] += sum(_dot(ones, part, (1, 0)) for part in parts)
 
 
 def _call(kernel, name: str, grid, specs, shapes, scalars, arrays, *, flops: int, exps: int, interpret: bool):
@@ -403,11 +411,10 @@ def merge(
     `stats` has the tops, then the totals. Mass is written where there are pairs.
     """
     heads, pairs = layout.heads, stats.shape[2]
-    product = functools.partial(_dot, dimensions=(1, 0)) if layout.halves == 1 else _in_three
     tokens = pl.BlockSpec((BLOCK, layout.lanes), lambda g, s, block, _: (block[s], g))
     before = pl.BlockSpec((None, heads, BLOCK), lambda g, s, block, _: (g, 0, block[s]))
     output, mass = _call(
-        functools.partial(_merge_kernel, layout=layout.wide, product=product),
+        functools.partial(_merge_kernel, layout=layout),
         "gathered_merge",
         (layout.groups, steps.count[0]),
         (
