@@ -14,6 +14,7 @@ from aamoe_jax.mixers.base import Context, causal_mask
 from aamoe_jax.mixers.parallel import CausalAttention
 from tests.aamoe.helpers import HEADS, D, E, M, apply, context_of, gradients, inputs, layer_of, model_config
 from tests.aamoe.test_router import turn
+from tests.compiling import AS_USERS_DO
 
 LOCALS = ("window", "chunk", "routed", "none")
 
@@ -104,7 +105,9 @@ def test_the_past_does_not_move_when_the_future_changes(local, budget, kernel):
         layer.predictor.output_kernel[...] = jax.random.normal(jax.random.key(5), (8,))
     graphdef, params = nnx.split(layer)
     context = context_of(config, 1, length, budget=budget)
-    run = jax.jit(lambda h: nnx.merge(graphdef, params)(h, context)[0])
+    run = jax.jit(
+        lambda h: nnx.merge(graphdef, params)(h, context)[0], compiler_options=AS_USERS_DO if kernel == "xla" else None
+    )
     h = inputs(1, length)
     before = run(h)
     for cut in (1, M - 1, M, 2 * M + 3, length - 1):
