@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from aamoe_jax.config import DataConfig
 from aamoe_jax.data import ByteTokenizer
-from aamoe_jax.model import LanguageModel, merge, split
+from aamoe_jax.model import merge, structure
 from aamoe_jax.training.optimizer import build_optimizer, gradient_norm
 from aamoe_jax.training.state import initial_state, local_placement
 from aamoe_jax.training.step import gradients_and_metrics, make_eval_step, make_train_step, micro_batches
+from tests.evaluation.helpers import random_params
 from tests.training.helpers import SEQ_LEN, experiment, model_config, random_batch
 
 DATA = DataConfig(seq_len=SEQ_LEN, document_align=8)
@@ -25,7 +25,7 @@ BYTES = ByteTokenizer().byte_lengths
 @functools.cache
 def model_of(pattern: str, normalizer: str = "prefix"):
     config = model_config(pattern, normalizer, num_layers=1, kernel="reference")
-    return config, *split(LanguageModel(config, rngs=nnx.Rngs(0)))
+    return config, structure(config), jax.tree.map(jnp.asarray, random_params(config))
 
 
 @functools.cache
@@ -41,14 +41,6 @@ def dense_run():
 
 def on_device(batch: dict) -> dict:
     return jax.tree.map(jnp.asarray, batch)
-
-
-def train_step_of(config: ExperimentConfig):
-    """(placement, jitted step with donation, first state)."""
-    placement, optimizer = local_placement(config.training), build_optimizer(config.optimizer, config.training.steps)
-    _, graphdef, _ = model_of(config.model.pattern[0], config.model.aamoe.budget.normalizer)
-    state = initial_state(config.model, optimizer, 0, placement)
-    return placement, jax.jit(make_train_step(config, graphdef, optimizer, BYTES), donate_argnums=0), state
 
 
 @functools.cache
@@ -84,7 +76,8 @@ class TestLoss:
         _, graphdef, params = model_of("parallel")
         batch = on_device(random_batch())
         sums = jax.jit(make_eval_step(graphdef, "prefix", BYTES))(params, batch)
-        logits, _ = merge(graphdef, params)(batch["tokens"], batch["segment_ids"], batch["positions"])
+        inputs = (batch[name] for name in ("tokens", "segment_ids", "positions"))
+        logits, _ = jax.jit(lambda params, *inputs: merge(graphdef, params)(*inputs))(params, *inputs)
         logits = np.asarray(logits, np.float64)
         log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         nll = -np.take_along_axis(log_p, batch["targets"][..., None], -1)[..., 0]
