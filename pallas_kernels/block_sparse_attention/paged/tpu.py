@@ -60,10 +60,12 @@ class Tables(NamedTuple):
 
 
 class Static(NamedTuple):
+    """What is known when the kernel is compiled."""
+
     heads: int
     num_pages: int
     scale: float
-    norm: Jaxpr
+    norm: Jaxpr  # of one head's rows [m, d]; what it closes over is an argument of the kernel
 
 
 def attend(
