@@ -27,6 +27,9 @@ class TestPallasTpuDense(BlockSparseAttentionTest):
     def test_groups_of_heads(self):
         self.check(*random_inputs(Shape(tokens=16, m=8, num_context=2, heads=5, d=256)))
 
+    def test_several_tiles_and_blocks(self):
+        self.check(*random_inputs(Shape(tokens=780, m=6, num_context=130, experts=40, heads=1, slots=2, segments=9)))
+
 
 PROBLEM = Problem(4096, 8, 128, 96, 128, 8, jnp.dtype("bfloat16"), 32, 4096 * 8, 0.1)
 

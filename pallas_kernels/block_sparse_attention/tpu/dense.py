@@ -85,8 +85,7 @@ class Path(NamedTuple):
         d_query, d_key, d_value, d_rows = self._run(
             dense_kernels.backward, *self._arrays(inputs, tables), *given, tables.by_block
         )
-        d_query = d_query.transpose(0, 2, 4, 1, 3).reshape(2, layout.tiles * layout.tile, -1, layout.d)
-        d_query = d_query[:, :tokens, :heads, :d]
+        d_query = d_query.reshape(2, layout.tiles * layout.tile, -1, layout.d)[:, :tokens, :heads, :d]
         d_queries = (x if blocks else jnp.zeros_like(x) for x, blocks in zip(d_query, layout.blocks, strict=True))
         d_bias = _to_slots(d_rows.sum(0).reshape(-1, d_rows.shape[-1]), tables.chosen)
         routed = Gradients(*d_queries, self._resources(d_key), self._resources(d_value), d_bias)
@@ -112,16 +111,20 @@ class Path(NamedTuple):
         """Heads side by side, for every key of every row; nothing moves where nothing is padded."""
         layout, context = self.layout, self.problem.num_context
         x = jnp.pad(side_by_side(x, layout), ((0, 0), (0, layout.m - self.problem.m), (0, 0)))
-        parts = zip((x[:context], x[context:]), layout.blocks, strict=True)
-        return jnp.concatenate([pad_rows(x, blocks * layout.block) for x, blocks in parts]).reshape(-1, x.shape[-1])
+        if sum(layout.blocks) * layout.block > len(x):
+            parts = zip((x[:context], x[context:]), layout.blocks, strict=True)
+            x = jnp.concatenate([pad_rows(part, blocks * layout.block) for part, blocks in parts])
+        return x.reshape(-1, x.shape[-1])
 
     def _resources(self, x: Float[Array, "S E"]) -> Float[Array, "R m H d"]:
         """The inverse of `_table`."""
         layout, problem = self.layout, self.problem
         x = x.reshape(-1, layout.m, layout.groups * layout.heads, layout.d)
         x = x[:, : problem.m, : problem.heads, : problem.d]
-        experts = layout.blocks[0] * layout.block
-        return jnp.concatenate([x[: problem.num_context], x[experts:][: problem.resources - problem.num_context]])
+        if len(x) > problem.resources:
+            experts = x[layout.blocks[0] * layout.block :]
+            x = jnp.concatenate([x[: problem.num_context], experts[: problem.resources - problem.num_context]])
+        return x
 
     def _mass(self, pair_lse: Float[Array, "G B hn W"], lse: Float[Array, "G h W"]) -> Float[Array, "S W"]:
         """Share of every row, mean over heads; those that are padding do not count."""

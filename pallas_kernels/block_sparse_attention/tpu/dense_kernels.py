@@ -70,6 +70,20 @@ def dot(a, b, dimensions: tuple[int, int]):
     return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=F32)
 
 
+def in_turn(heads: int, scores, weights, use) -> None:
+    """use(h, *weights(h, scores(h))) for every head.
+
+    The weights of one head are made between the products of its neighbours, which keep the matrix units busy.
+    """
+    score, made = scores(0), None
+    for h in range(heads):
+        ahead = scores(h + 1) if h + 1 < heads else None
+        if made is not None:
+            use(h - 1, *made)
+        made, score = weights(h, score), ahead
+    use(heads - 1, *made)
+
+
 def _shift(shift_ref, bias_ref, visible_ref, layout: Layout) -> None:
     """What is added to every score, to base 2: the bias, or -inf where the key is hidden. All heads share it."""
     key = jax.lax.broadcasted_iota(jnp.int32, (layout.m, layout.tile), 0)
@@ -128,14 +142,7 @@ def _forward_kernel(
         lanes = _head(h, layout)
         sums[lanes] = sums[lanes] * decay + dot(value_ref[:, lanes], weight, (0, 0))
 
-    # One head's weights are made between the products of its neighbours, which keep the matrix units busy.
-    score, made = scores(0), None
-    for h in heads:
-        ahead = scores(h + 1) if h + 1 < layout.heads else None
-        if made:
-            add(h - 1, *made)
-        made, score = weights(h, score), ahead
-    add(layout.heads - 1, *made)
+    in_turn(layout.heads, scores, weights, add)
 
     @pl.when(tile[step] != tile[step + 1])
     def _():
@@ -158,7 +165,7 @@ def _backward_kernel(
     @pl.when((step == 0) | (_kind(block[step], layout) != _kind(block[jnp.maximum(step - 1, 0)], layout)))
     def _():
         def zero(i, carry):
-            d_query_ref[0, 0, i] = jnp.zeros((layout.lanes, layout.tile), F32)
+            d_query_ref[0, i] = jnp.zeros((layout.tile, layout.lanes), F32)
             return carry
 
         jax.lax.fori_loop(0, layout.tiles, zero, 0)
@@ -181,7 +188,7 @@ def _backward_kernel(
         d_bias += _by_resource(d_score, layout)
         d_score = d_score.astype(dtype)
         d_key_ref[:, lanes] += dot(d_score, query, (1, 0))
-        d_query_ref[0, 0, tile[step], lanes] += dot(key, d_score, (0, 0))
+        d_query_ref[0, tile[step], :, lanes] += dot(key, d_score, (0, 0)).T
     d_bias_ref[0, 0] = d_bias
 
 
@@ -198,8 +205,8 @@ def _blocks(layout: Layout) -> dict[str, pl.BlockSpec]:
         "pairs": pl.BlockSpec((1, 1, layout.heads * layout.block, tile), lambda g, i, t, b: (g, b[i], 0, t[i])),
         # The sums of all tokens' queries stay for as long as the kind does: one buffer.
         "d_query": pl.BlockSpec(
-            (1, 1, layout.tiles, lanes, tile),
-            lambda g, i, t, b: (_kind(b[i], layout), g, 0, 0, 0),
+            (1, layout.tiles, tile, lanes),
+            lambda g, i, t, b: (_kind(b[i], layout), 0, 0, g),
             pipeline_mode=pl.Buffered(1),
         ),
     }
@@ -271,7 +278,7 @@ def backward(
     scale: float,
     vmem_bytes: int,
     interpret: bool,
-) -> tuple[Float[Array, "2 G c D t"], Float[Array, "S E"], Float[Array, "S E"], Float[Array, "G B n T"]]:
+) -> tuple[Float[Array, "2 c t E"], Float[Array, "S E"], Float[Array, "S E"], Float[Array, "G B n T"]]:
     """Gradients of queries, keys, values and biases.
 
     Steps in order of blocks, every block at least once. What was not visited holds anything: biases, and the queries
@@ -281,7 +288,7 @@ def backward(
     into = [spec[x] for x in ("rows", "rows", "query", "table", "table", "tokens", "stats", "stats")]
     out = [spec[x] for x in ("d_query", "table", "table", "d_rows")]
     shapes = [
-        (2, layout.groups, layout.tiles, layout.lanes, layout.tile),
+        (2, layout.tiles, layout.tile, key.shape[1]),
         key.shape,
         key.shape,
         (layout.groups, *rows.bias.shape),

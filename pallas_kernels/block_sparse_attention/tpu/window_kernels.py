@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.block_sparse_attention.tpu.dense_kernels import F32, LOG2_E, dot
+from pallas_kernels.block_sparse_attention.tpu.dense_kernels import F32, LOG2_E, dot, in_turn
 
 VMEM_BYTES = 56 * 2**20  # of the 64 MiB that the smallest chips have (v5p, TPU7x)
 
@@ -36,77 +36,97 @@ class Layout(NamedTuple):
         return self.heads * self.d
 
 
-def _hide(step, shift_ref, segment_ref, before_ref, own_ref, layout: Layout) -> None:
-    """What is added to every score: 0, or -inf out of sight. The keys of the tile before are the first half."""
-    tile = layout.tile
-    key, token = (jax.lax.broadcasted_iota(jnp.int32, (tile, tile), axis) for axis in (0, 1))
-    distance = token - key
-    before = (distance + tile < layout.m) & (before_ref[...] == segment_ref[...]) & (step > 0)
-    own = (distance >= 0) & (distance < layout.m) & (own_ref[...] == segment_ref[...])
-    shift_ref[0], shift_ref[1] = (jnp.where(seen, 0.0, -jnp.inf) for seen in (before, own))
+def _two(step, kept, own_ref, layout: Layout) -> None:
+    """Appends this tile's rows to those of the tile before, kept from the last step; the first tile has none."""
+    kept[: layout.tile] = jnp.where(step > 0, kept[layout.tile :], jnp.zeros_like(own_ref))
+    kept[layout.tile :] = own_ref[...]
 
 
-def _scores(shift, keys, query, scale: float):
-    return [dot(key, query, (1, 1)) * (scale * LOG2_E) + shift[half] for half, key in enumerate(keys)]
+def _hide(step, shift_ref, segment_ref, segments, layout: Layout) -> None:
+    """What is added to every score: 0, or -inf out of sight."""
+    key, token = (jax.lax.broadcasted_iota(jnp.int32, (2 * layout.tile, layout.tile), axis) for axis in (0, 1))
+    distance = token + layout.tile - key
+    exists = (step > 0) | (key >= layout.tile)
+    seen = (distance >= 0) & (distance < layout.m) & exists & (segments[...] == segment_ref[...])
+    shift_ref[...] = jnp.where(seen, 0.0, -jnp.inf)
+
+
+def _head(h: int, layout: Layout) -> slice:
+    return slice(h * layout.d, (h + 1) * layout.d)
 
 
 def _forward_kernel(
-    segment_ref, before_ref, own_ref, query_ref, key_before, key_own, value_before, value_own,  # in
+    segment_ref, own_segment, query_ref, own_key, own_value,  # in
     output_ref, lse_ref,  # out
-    shift,  # scratch
+    shift, segments, keys, values,  # scratch: of two tiles
     *, layout: Layout, scale: float,
 ):  # fmt: skip
-    _hide(pl.program_id(1), shift, segment_ref, before_ref, own_ref, layout)
-    for h in range(layout.heads):
-        lanes = slice(h * layout.d, (h + 1) * layout.d)
-        keys, values = ([x[:, lanes] for x in pair] for pair in ((key_before, key_own), (value_before, value_own)))
-        scores = _scores(shift, keys, query_ref[:, lanes], scale)
-        top = jnp.maximum(*(jnp.max(x, axis=0, keepdims=True) for x in scores))
-        weights = [jnp.exp2(x - top) for x in scores]
-        total = sum(jnp.sum(x, axis=0, keepdims=True) for x in weights)  # a token sees itself: at least 1
-        output = sum(dot(v, x.astype(v.dtype), (0, 0)) for v, x in zip(values, weights, strict=True))
-        output_ref[:, lanes] = (output / total).T
+    step = pl.program_id(1)
+    for kept, own in ((segments, own_segment), (keys, own_key), (values, own_value)):
+        _two(step, kept, own, layout)
+    _hide(step, shift, segment_ref, segments, layout)
+
+    def scores(h: int):
+        return dot(keys[:, _head(h, layout)], query_ref[:, _head(h, layout)], (1, 1))
+
+    def weights(_, score):
+        score = score * (scale * LOG2_E) + shift[...]
+        top = jnp.max(score, axis=0, keepdims=True)
+        weight = jnp.exp2(score - top)
+        return weight.astype(values.dtype), jnp.sum(weight, axis=0, keepdims=True), top
+
+    def write(h: int, weight, total, top):  # a token sees itself: the total is at least 1
+        lanes = _head(h, layout)
+        output_ref[:, lanes] = (dot(values[:, lanes], weight, (0, 0)) / total).T
         lse_ref[0, h : h + 1] = jnp.log(total) + top / LOG2_E
+
+    in_turn(layout.heads, scores, weights, write)
 
 
 def _backward_kernel(
-    segment_ref, before_ref, own_ref, query_ref, key_before, key_own, value_before, value_own,  # in
-    d_output_ref, lse_ref, delta_ref,
+    segment_ref, own_segment, query_ref, own_key, own_value, d_output_ref, lse_ref, delta_ref,  # in
     d_query_ref, d_key_ref, d_value_ref, d_bias_ref,  # out: keys and values of the tile before
-    shift, own_d_key, own_d_value,  # scratch: what the next step adds to
+    shift, segments, keys, values, d_keys, d_values,  # scratch: of two tiles; gradients that the next step adds to
     *, layout: Layout, scale: float,
 ):  # fmt: skip
-    step, dtype = pl.program_id(1), key_own.dtype
+    step, dtype, tile = pl.program_id(1), own_key.dtype, layout.tile
 
     @pl.when(step == layout.tiles)
     def _():
-        d_key_ref[...] = own_d_key[...]
-        d_value_ref[...] = own_d_value[...]
+        d_key_ref[...] = d_keys[...]
+        d_value_ref[...] = d_values[...]
 
     @pl.when(step < layout.tiles)
     def _():
-        _hide(step, shift, segment_ref, before_ref, own_ref, layout)
-        d_bias = jnp.zeros((1, layout.tile), F32)
-        for h in range(layout.heads):
-            lanes, row = slice(h * layout.d, (h + 1) * layout.d), slice(h, h + 1)
-            keys, values = ([x[:, lanes] for x in pair] for pair in ((key_before, key_own), (value_before, value_own)))
-            query, d_output = query_ref[:, lanes], d_output_ref[:, lanes].astype(dtype)
-            scores = _scores(shift, keys, query, scale)
-            weights = [jnp.exp2(x - lse_ref[0, row] * LOG2_E) for x in scores]
-            before, own = (dot(x.astype(dtype), d_output, (1, 0)) for x in weights)
+        for kept, own in ((segments, own_segment), (keys, own_key), (values, own_value)):
+            _two(step, kept, own, layout)
+        _hide(step, shift, segment_ref, segments, layout)
+        d_bias = [jnp.zeros((1, tile), F32)]
+
+        def scores(h: int):
+            return dot(keys[:, _head(h, layout)], query_ref[:, _head(h, layout)], (1, 1))
+
+        def weights(h: int, score):
+            lanes, row = _head(h, layout), slice(h, h + 1)
+            d_output = d_output_ref[:, lanes].astype(dtype)
+            weight = jnp.exp2(score * (scale * LOG2_E) + shift[...] - lse_ref[0, row] * LOG2_E)
+            d_score = weight * (dot(values[:, lanes], d_output, (1, 1)) - delta_ref[0, row])
+            d_bias.append(d_bias.pop() + jnp.sum(d_score, axis=0, keepdims=True))
+            return weight.astype(dtype), d_score.astype(dtype)
+
+        def add(h: int, weight, d_score):
+            lanes = _head(h, layout)
             # In the first tile what is carried over is nothing yet, and what is written here is written anew.
-            d_value_ref[:, lanes] = own_d_value[:, lanes] + before
-            own_d_value[:, lanes] = own
-            d_scores = [
-                w * (dot(v, d_output, (1, 1)) - delta_ref[0, row]) for w, v in zip(weights, values, strict=True)
-            ]
-            d_bias += sum(jnp.sum(x, axis=0, keepdims=True) for x in d_scores)
-            d_scores = [x.astype(dtype) for x in d_scores]
-            before, own = (dot(x, query, (1, 0)) for x in d_scores)
-            d_key_ref[:, lanes] = own_d_key[:, lanes] + before
-            own_d_key[:, lanes] = own
-            d_query_ref[:, lanes] = sum(dot(k, x, (0, 0)) for k, x in zip(keys, d_scores, strict=True)).T
-        d_bias_ref[0] = d_bias
+            both = dot(weight, d_output_ref[:, lanes].astype(dtype), (1, 0))
+            d_value_ref[:, lanes] = d_values[:, lanes] + both[:tile]
+            d_values[:, lanes] = both[tile:]
+            both = dot(d_score, query_ref[:, lanes], (1, 0))
+            d_key_ref[:, lanes] = d_keys[:, lanes] + both[:tile]
+            d_keys[:, lanes] = both[tile:]
+            d_query_ref[:, lanes] = dot(keys[:, lanes], d_score, (0, 0)).T
+
+        in_turn(layout.heads, scores, weights, add)
+        d_bias_ref[0] = d_bias[0]
 
 
 def _blocks(layout: Layout) -> dict[str, pl.BlockSpec]:
@@ -121,8 +141,7 @@ def _blocks(layout: Layout) -> dict[str, pl.BlockSpec]:
 
     return {
         "segment": pl.BlockSpec((1, tile), lambda g, i: (0, own(i))),
-        "segment before": pl.BlockSpec((tile, 1), lambda g, i: (before(i), 0)),
-        "segment own": pl.BlockSpec((tile, 1), lambda g, i: (own(i), 0)),
+        "own segment": pl.BlockSpec((tile, 1), lambda g, i: (own(i), 0)),
         "before": pl.BlockSpec((tile, lanes), lambda g, i: (before(i), g)),
         "own": pl.BlockSpec((tile, lanes), lambda g, i: (own(i), g)),
         "stats": pl.BlockSpec((1, layout.heads, tile), lambda g, i: (g, 0, own(i))),
@@ -130,7 +149,13 @@ def _blocks(layout: Layout) -> dict[str, pl.BlockSpec]:
     }
 
 
-_INTO = ("segment", "segment before", "segment own", "own", "before", "own", "before", "own")
+_INTO = ("segment", "own segment", "own", "own", "own")
+
+
+def _two_tiles(layout: Layout, dtype) -> list:
+    """Scratch for what is added to scores, and for segments, keys and values."""
+    two, table = 2 * layout.tile, (2 * layout.tile, layout.lanes)
+    return [((two, layout.tile), F32), ((two, 1), jnp.int32), (table, dtype), (table, dtype)]
 
 
 def _call(kernel, name: str, steps: int, layout: Layout, into, out, shapes, scratch, arrays, interpret):
@@ -142,7 +167,7 @@ def _call(kernel, name: str, steps: int, layout: Layout, into, out, shapes, scra
         in_specs=[blocks[x] for x in into],
         out_specs=[blocks[x] for x in out],
         out_shape=[jax.ShapeDtypeStruct(shape, F32, manual_axis_type=varying) for shape in shapes],
-        scratch_shapes=[pltpu.VMEM(shape, F32) for shape in scratch],
+        scratch_shapes=[pltpu.VMEM(*x) for x in scratch],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
@@ -164,8 +189,7 @@ def forward(
     """Output and log-sum-exp. Key and value: a row a token, and whatever comes after."""
     kernel = functools.partial(_forward_kernel, layout=layout, scale=scale)
     shapes = query.shape, (layout.groups, layout.heads, len(query))
-    scratch = [(2, layout.tile, layout.tile)]
-    arrays = segment[None], segment[:, None], segment[:, None], query, key, key, value, value
+    scratch, arrays = _two_tiles(layout, key.dtype), (segment[None], segment[:, None], query, key, value)
     name, out = "local_window_forward", ("own", "stats")
     return tuple(_call(kernel, name, layout.tiles, layout, _INTO, out, shapes, scratch, arrays, interpret))
 
@@ -187,8 +211,7 @@ def backward(
     kernel = functools.partial(_backward_kernel, layout=layout, scale=scale)
     into, out = (*_INTO, "own", "stats", "stats"), ("own", "before", "before", "bias")
     shapes = *[query.shape] * 3, (layout.groups, 1, len(query))
-    carried = layout.tile, layout.lanes
-    scratch = [(2, layout.tile, layout.tile), carried, carried]
-    arrays = segment[None], segment[:, None], segment[:, None], query, key, key, value, value, d_output, lse, delta
+    scratch = [*_two_tiles(layout, key.dtype), *[((layout.tile, layout.lanes), F32)] * 2]
+    arrays = segment[None], segment[:, None], query, key, value, d_output, lse, delta
     name = "local_window_backward"
     return tuple(_call(kernel, name, layout.tiles + 1, layout, into, out, shapes, scratch, arrays, interpret))
