@@ -113,7 +113,7 @@ def forward(
             ],
             [plgpu.Barrier(num_arrivals=2), plgpu.Barrier(num_arrivals=2, num_barriers=plan.warpgroups * plan.slots)],
         ),
-        **_grid("block_sparse_attention_forward", plan, head=heads, part=parts, split=plan.splits, resource=resources),
+        **_grid("block_sparse_attention_forward", plan, resource=resources, split=plan.splits, part=parts, head=heads),
     )
     return call(*rows, query, key, value)
 
@@ -192,7 +192,7 @@ def query_gradients(
             plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32),
             [plgpu.Barrier(num_arrivals=2), plgpu.Barrier(num_arrivals=5, num_barriers=plan.warpgroups * plan.slots)],
         ),
-        **_grid("block_sparse_attention_d_query", plan, head=heads, part=parts, split=plan.splits, resource=resources),
+        **_grid("block_sparse_attention_d_query", plan, resource=resources, split=plan.splits, part=parts, head=heads),
     )
     return call(*rows, query, key, value, d_output, shift, delta)
 
@@ -246,6 +246,7 @@ def key_gradients(
             d_weight = _product(plan, v_smem, _transposed(do_smem.at[slot]))
             d_score = weight * (d_weight - _lines(delta_smem[slot], score))
             d_key = _product(plan, d_score.astype(dtype), q_smem.at[slot], d_key)
+            plgpu.commit_smem()  # what was read here comes before what the copy engine writes next
             plgpu.barrier_arrive(consumed.at[slot])
             return d_key, d_value
 
@@ -282,12 +283,13 @@ def key_gradients(
                 plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.slots),
             ],
         ),
-        **_grid("block_sparse_attention_d_key", plan, head=heads, part=m // part, resource=resources),
+        **_grid("block_sparse_attention_d_key", plan, resource=resources, part=m // part, head=heads),
     )
     return call(*rows, query, key, value, d_output, shift, delta)
 
 
 def _grid(name: str, plan: Plan, **axes: int) -> dict:
+    """The last axis runs fastest: the heads of a tile are neighbours in memory."""
     return {
         "grid": tuple(axes.values()),
         "grid_names": tuple(axes),
