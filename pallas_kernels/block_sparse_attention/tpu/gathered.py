@@ -56,7 +56,7 @@ class Path(NamedTuple):
 
     def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
         """Every pair on its own, then one distribution per token."""
-        query, query_expert, key, value, pairs = inputs
+        query, query_expert, key, value, pairs, _ = inputs
         layout, heads, numbering = self.layout, query.shape[1], tables.by_resource.numbering
         words = jnp.concatenate([_to_words(x, layout) for x in (query, query_expert)], axis=1)
         rows = _take(words, self._origin(tables))
@@ -82,7 +82,7 @@ class Path(NamedTuple):
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
         """What no tile visited was never written: those gradients are masked."""
-        query, query_expert, key, value, pairs = inputs
+        query, query_expert, key, value, pairs, _ = inputs
         layout, by_resource = self.layout, tables.by_resource
         *queries, d_output = (_to_words(x, layout) for x in (query, query_expert, cotangents.output))
         words = jnp.concatenate([jnp.concatenate([q, d_output], axis=2) for q in queries], axis=1)
@@ -213,10 +213,10 @@ def _from_lanes(x: Float[Array, "*S E"], layout: Layout, shape: tuple[int, ...])
 
 def _to_words(x: Float[Array, "T H d"], layout: Layout) -> Num[Array, "G T U 128"]:
     """A row of words for every token in every group; see `gathered_kernels`."""
-    x = _to_lanes(x, layout).reshape(len(x), layout.groups, layout.units, layout.halves, LANES).swapaxes(0, 1)
+    x = _to_lanes(x, layout).reshape(len(x), layout.groups, -1, LANES).swapaxes(0, 1)
     if layout.halves == 1:
-        return x[..., 0, :]
-    low, high = (jax.lax.bitcast_convert_type(x[..., i, :], jnp.uint16).astype(jnp.uint32) for i in (0, 1))
+        return x
+    low, high = (jax.lax.bitcast_convert_type(x[:, :, i::2], jnp.uint16).astype(jnp.uint32) for i in (0, 1))
     return low | (high << 16)
 
 
