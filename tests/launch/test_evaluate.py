@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from aamoe_jax.config import ExperimentConfig
-from aamoe_jax.data import dataset_metadata
-from aamoe_jax.training.checkpoints import CheckpointStore
-from aamoe_jax.training.state import TrainState
-from tests.evaluation.helpers import random_params
+from tests.launch import session
+from tests.launch.helpers import save_run
 from tests.training.helpers import experiment, model_config, tiny_data
 
 MODELS = {
@@ -61,30 +54,6 @@ REFUSED = {
     ),
     ("prefix", "--sweep_points=1,2"): "--sweep_points=1,2: give --sweep=budget or --sweep=length with it",
 }
-SESSION = """
-import contextlib, io, json, sys
-from absl import flags
-from absl.testing import flagsaver
-from launch import evaluate, program
-
-evaluate.define_flags()
-outcomes = []
-for arguments in json.load(sys.stdin):
-    sys.argv = ["evaluate", *arguments]
-    out, err, code = io.StringIO(), io.StringIO(), None
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), flagsaver.flagsaver():
-        try:
-            program.run(evaluate.main)
-        except SystemExit as end:
-            code = end.code or 0
-    outcomes.append([code, out.getvalue(), err.getvalue()])
-json.dump(outcomes, sys.stdout)
-"""
-COMPILE_LITTLE = {
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-}
-"""Compiling is most of the time of such small evaluations: done fast, and once for all calls that share a model."""
 
 
 class Outcome(NamedTuple):
@@ -105,15 +74,6 @@ class Outcome(NamedTuple):
         return [Path(line.removeprefix("picture ")) for line in self.stdout.splitlines() if line.startswith("picture ")]
 
 
-def save_run(folder: Path, config: ExperimentConfig) -> None:
-    """A run folder with a checkpoint of random parameters: nothing here depends on training."""
-    datasets = {name: dataset_metadata(config.data, name) for name, _ in config.data.mixture}
-    params = jax.tree.map(jnp.asarray, random_params(config.model))
-    state = TrainState(jnp.asarray(8, jnp.int32), params, {"count": jnp.asarray(8)}, jax.random.key(0))
-    with CheckpointStore(folder / "checkpoints", keep_last=1) as store:
-        store.save(state, config, datasets, None)
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict[Any, Outcome]:
     """Every call above, by its name or its arguments."""
@@ -123,15 +83,8 @@ def outcomes(tmp_path_factory) -> dict[Any, Outcome]:
         save_run(folder / name, experiment(data, model))
     calls = CALLS | {arguments: arguments for arguments in REFUSED}
     arguments = [[f"--checkpoint={folder / run}", *rest] for run, *rest in calls.values()]
-    done = subprocess.run(
-        [sys.executable, "-c", SESSION],
-        input=json.dumps(arguments),
-        env=os.environ | COMPILE_LITTLE | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    ended = json.loads(done.stdout)
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    ended = session.calls("evaluate", arguments, **cache)
     return {
         name: Outcome(*outcome, folder / run) for (name, (run, *_)), outcome in zip(calls.items(), ended, strict=True)
     }

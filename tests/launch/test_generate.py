@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from aamoe_jax.training.loop import train
 from launch.generate import Continuation
+from tests.launch import session
+from tests.launch.helpers import save_run
 from tests.training.helpers import experiment, model_config, tiny_data
 
 KERNEL = {"num_layers": 1, "kernel": "reference"}
@@ -21,7 +22,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
     data = tiny_data(folder / "data")
     for name in ("prefix", "row"):
-        train(experiment(data, model_config("aamoe", name, **KERNEL)), folder / name)
+        save_run(folder / name, experiment(data, model_config("aamoe", name, **KERNEL)))
     return {name: folder / name for name in ("prefix", "row")}
 
 
@@ -76,27 +77,32 @@ def test_a_stop_is_text_however_it_is_spelled_in_tokens():
     assert (open_end.add(b"neve"), open_end.add(b"n"), open_end.ended) == (b"neve", b"n", False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompt="], "--prompt='': it is empty; give at least one byte to continue"),
-        (["--prompt_file=/dev/null"], "--prompt_file=/dev/null: there is no such file"),
-        ([], "--prompt: give a text to continue"),
-        (["--prompt_file=/nowhere"], "--prompt_file=/nowhere: there is no such file"),
-        (
-            ["--prompt=abcdef", "--cache=8", "--tokens=4"],
-            "prompt: 6 tokens and 4 new ones do not fit into a cache for 8",
-        ),
-        (["--prompt=a", "--budget=predictor"], "budget = 'predictor': this model has no budget predictor"),
-        (["--prompt=a", "--budget_scale=0"], "budget_scale = 0.0: must be a positive number"),
-        (["--prompt=a", "--budget_scale=1e308"], "budget_scale = 1e+308: must be at most 10000"),
-        (["--prompt=a", "--budget_scale=nan"], "budget_scale = nan: must be a positive number"),
-        (["--prompt=a", "--temperature=-1"], "temperature = -1.0: must be at least 0"),
-        (["--prompt=a", "--top_p=0"], "top_p = 0.0: must be above 0"),
-    ],
-)
-def test_what_cannot_be_done_is_said_in_one_line(runs, arguments, message):
-    refused = generate(runs["prefix"], *arguments)
-    assert (refused.returncode, refused.stdout) == (1, b"")
-    assert refused.stderr.decode().startswith(f"error: {message}")
-    assert refused.stderr.count(b"\n") == 1
+REFUSED = {
+    ("--prompt=",): "--prompt='': it is empty; give at least one byte to continue",
+    ("--prompt_file=/dev/null",): "--prompt_file=/dev/null: there is no such file",
+    (): "--prompt: give a text to continue",
+    ("--prompt_file=/nowhere",): "--prompt_file=/nowhere: there is no such file",
+    ("--prompt=abcdef", "--cache=8", "--tokens=4"): "prompt: 6 tokens and 4 new ones do not fit into a cache for 8",
+    ("--prompt=a", "--budget=predictor"): "budget = 'predictor': this model has no budget predictor",
+    ("--prompt=a", "--budget_scale=0"): "budget_scale = 0.0: must be a positive number",
+    ("--prompt=a", "--budget_scale=1e308"): "budget_scale = 1e+308: must be at most 10000",
+    ("--prompt=a", "--budget_scale=nan"): "budget_scale = nan: must be a positive number",
+    ("--prompt=a", "--temperature=-1"): "temperature = -1.0: must be at least 0",
+    ("--prompt=a", "--top_p=0"): "top_p = 0.0: must be above 0",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(runs) -> dict[tuple[str, ...], session.Outcome]:
+    """The outcome of every call above."""
+    return dict(
+        zip(REFUSED, session.calls("generate", [(f"--checkpoint={runs['prefix']}", *x) for x in REFUSED]), strict=True)
+    )
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
+def test_what_cannot_be_done_is_said_in_one_line(refusals, arguments):
+    refused = refusals[arguments]
+    assert (refused.code, refused.stdout) == (1, "")
+    assert refused.stderr.startswith(f"error: {REFUSED[arguments]}")
+    assert refused.stderr.count("\n") == 1

@@ -54,13 +54,6 @@ TrainingConfig:
 DENSE = "ModelConfig.pattern = ('parallel',)"
 
 
-COMPILE_LITTLE = {
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-}
-"""Compiling is most of the time of such short runs: done fast, and once for all of them."""
-
-
 class Workplace:
     """A folder with a dataset and a gin file, where the program is run."""
 
@@ -72,9 +65,10 @@ class Workplace:
         """Starts a run; with `limit`, none of its files can grow beyond that many bytes."""
         command = [sys.executable, "-m", "launch.train", "--gin_file", str(self.folder / "tiny.gin")]
         command += ["--run_dir", str(self.folder / name), *flags, *(f"--gin_param={param}" for param in params)]
-        environment = os.environ | COMPILE_LITTLE | {"JAX_PLATFORMS": "cpu"}
-        if limit is None:
-            environment["JAX_COMPILATION_CACHE_DIR"] = str(self.folder / "cache")
+        environment = dict(os.environ)
+        if limit is None:  # a file of the cache could not grow either
+            cache = str(self.folder / "cache")
+            environment |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
         if limit is not None:
