@@ -7,7 +7,7 @@ import pytest
 from pallas_kernels import aot, schedule
 
 CASES = "tests.pallas_kernels.dense_cases"
-HEADS = 4  # as good as 8 to read a schedule from, and compiled in half the time
+HEADS = 4  # compiled in half the time of 8; what all heads share weighs more, most of all in the window
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: make test-aot"
 )
@@ -30,7 +30,7 @@ def test_dense_attention_keeps_its_schedule(chip, forward, backward, tmp_path):
 
 @pytest.mark.parametrize(
     ("chip", "forward", "backward"),
-    [("v5e", 17.0, 27.0), ("v5p", 17.0, 27.0), ("v6e", 13.0, 25.0), ("tpu7x", 13.0, 25.0)],
+    [("v5e", 20.5, 29.0), ("v5p", 22.0, 31.5), ("v6e", 16.5, 27.0), ("tpu7x", 16.5, 27.0)],
 )
 def test_the_window_keeps_its_schedule(chip, forward, backward, tmp_path):
     aot.compile_apart(chip, f"{CASES}:window_kernels_alone", {"heads": HEADS}, dump_to=tmp_path)
