@@ -1,0 +1,120 @@
+"""The schedule benchmark as markdown: every row, and the targets with what binds where one is missed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.chips import TPUS
+
+SLOTS = ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE", "SALU")
+BEFORE_PIPELINING = {"forward": 12.0, "backward": 18.0}
+"""Bundles a pair at the headline shape, on v5e and v5p."""
+AFTER_PIPELINING = {chip: 0.7 * both for chip, both in {"v5e": 27.6, "v5p": 27.9, "v6e": 24.6, "tpu7x": 24.2}.items()}
+"""Forward and backward together: 70 % of what plain stages one after the other were designed to take."""
+WIDE_SHARE = 0.25
+"""Of peak, with m = 256 and d = 256, forward and backward together, on v6e and tpu7x."""
+
+Row = dict[str, Any]
+
+
+def report(record: dict[str, Any]) -> str:
+    """The record as markdown."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return "\n".join(
+        [
+            "# The TPU compilers' schedules",
+            "",
+            "Modelled, not measured: no chip was there. A core issues one bundle a cycle; the bundles of a steady step "
+            "of the grid are its cycles, without memory stalls. Slots: the share that those bundles fill. The busiest "
+            "kind of slot is a limit: the step cannot take fewer bundles than it needs, given in brackets. "
+            "ns: issue or HBM, whichever takes longer; beside it the two limits, FLOPs at the matrix units' peak and "
+            "bytes at HBM's bandwidth. Splash attention is counted in the same FLOPs. `dense` meets every pair, "
+            "chosen or not. One core, bfloat16.",
+            "",
+            *table(record["rows"]),
+            "",
+            "## Targets",
+            "",
+            *targets(record["rows"]),
+            "",
+            *(f"Refused by the compiler: {each['what']}: {each['why']}\n" for each in record["refused"]),
+            "```",
+            record["command"],
+            "```",
+            "",
+            versions,
+            "",
+        ]
+    )
+
+
+def table(rows: list[Row]) -> list[str]:
+    """One line a kernel, chip, shape and direction."""
+    head = ["chip", "kernel", "pass", "m", "d", "H", "T", "bundles a pair", *SLOTS, "busiest (bundles)", "spills"]
+    head += ["bytes a pair", "ns", "MXU limit", "HBM limit", "TFLOP/s", "of peak"]
+    lines = [_line(head), _line([*["---"] * 3, *["--:"] * (len(head) - 3)])]
+    for row in rows:
+        cells = [row[name] for name in ("chip", "kernel", "direction", "m", "d", "heads", "tile")]
+        cells += [f"{row['bundles_a_pair']:.2f}", *(f"{row['slots'][slot]:.0%}" for slot in SLOTS)]
+        cells += [f"{row['busiest']} ({row['busiest_bundles']:.2f})", row["spills"], f"{row['bytes_a_pair']:.0f}"]
+        cells += [f"{row[name]:.2f}" for name in ("nanoseconds", "mxu_nanoseconds", "hbm_nanoseconds")]
+        lines.append(_line([*cells, f"{row['teraflops']:.0f}", f"{row['share_of_peak']:.0%}"]))
+    return lines
+
+
+def _line(cells: list[Any]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def targets(rows: list[Row]) -> list[str]:
+    """One line a target, with what binds where it is missed."""
+    lines = [_line(["target", "chip", "wanted", "found", "", "what binds"]), _line(["---"] * 6)]
+    for chip in TPUS:
+        pair = chosen(rows, chip, m=128, d=128, tile=512)
+        for direction, row in pair.items() if chip in ("v5e", "v5p") else ():
+            wanted = BEFORE_PIPELINING[direction]
+            lines.append(
+                _outcome(f"{direction}, bundles a pair", chip, wanted, row["bundles_a_pair"], "at most", [row])
+            )
+        if len(pair) == 2:
+            both = sum(row["bundles_a_pair"] for row in pair.values())
+            name = "forward + backward, bundles a pair"
+            lines.append(_outcome(name, chip, AFTER_PIPELINING[chip], both, "at most", list(pair.values())))
+        wide = chosen(rows, chip, m=256, d=256, tile=512)
+        if len(wide) == 2 and chip in ("v6e", "tpu7x"):
+            name = "m = 256, d = 256: share of peak"
+            lines.append(_outcome(name, chip, WIDE_SHARE, share_of_peak(wide), "at least", list(wide.values())))
+    return lines
+
+
+def chosen(rows: list[Row], chip: str, **shape: int) -> dict[str, Row]:
+    """The best of the kernels that attend to chosen pairs alone, for one shape, by direction."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        mine = row["kernel"] in ("resident", "gathered")
+        same = mine and row["chip"] == chip and shape.items() <= row.items()
+        if same and row["nanoseconds"] < found.get(row["direction"], {"nanoseconds": float("inf")})["nanoseconds"]:
+            found[row["direction"]] = row
+    return found
+
+
+def share_of_peak(pair: dict[str, Row]) -> float:
+    """Of both passes together: the time at the matrix units' peak over the modelled time."""
+    return sum(row["mxu_nanoseconds"] for row in pair.values()) / sum(row["nanoseconds"] for row in pair.values())
+
+
+def _outcome(name: str, chip: str, wanted: float, found: float, sense: str, rows: list[Row]) -> str:
+    met = found <= wanted if sense == "at most" else found >= wanted
+    binds = "" if met else "; ".join(map(binding, rows))
+    return _line([name, chip, f"{sense} {wanted:.4g}", f"{found:.3g}", "met" if met else "missed", binds])
+
+
+def binding(row: Row) -> str:
+    """Which limit a kernel is nearest to, and how much of its time that does not explain."""
+    if row["hbm_nanoseconds"] > row["issue_nanoseconds"]:
+        return f"{row['direction']}: HBM, {row['bytes_a_pair']:.0f} bytes a pair"
+    rest = row["bundles_a_pair"] - row["busiest_bundles"]
+    return (
+        f"{row['direction']}: {row['busiest']}, full in {row['busiest_bundles']:.1f} of {row['bundles_a_pair']:.1f} "
+        f"bundles; {rest:.1f} wait for results or for other slots; {row['spills']} spills"
+    )

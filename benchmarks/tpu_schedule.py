@@ -1,0 +1,333 @@
+"""The TPU compiler's own schedule of every kernel, for chips that are not there; JAX's splash attention beside them.
+
+    python -m benchmarks.tpu_schedule --output=experiments/results/tpu_schedule.json --golden
+
+Needs libtpu (extra `aot`). A core issues one bundle a cycle, in order: the bundles of a steady step of the grid, over
+the pairs of the step, are modelled cycles a pair. The model leaves out memory stalls, bank conflicts and the steps that
+begin and end something. It stands beside two limits: the FLOPs at the matrix units' peak, and the bytes at HBM's.
+
+A pair is one token and the m keys of one resource, all heads: 4mD FLOPs forward and 10mD backward, D = H d. Splash
+attention is counted in the same pairs: a step of T queries, T keys and one head is T T / (m H) of them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from absl import app, flags
+
+from benchmarks import measure
+from benchmarks.chips import TPUS
+from benchmarks.schedule_report import report
+from pallas_kernels import aot, schedule
+
+FLAGS = flags.FLAGS
+GOLDEN = Path(__file__).parent / "golden" / "tpu_schedule.json"
+GOLDEN_COMMAND = "python -m benchmarks.tpu_schedule --golden"
+TOLERANCE = 0.05
+"""How much more bundles a pair than the golden file has is a regression."""
+SPLASH_TOKENS = 8192
+CASES = "tests.pallas_kernels"
+"""Where the kernels' cases are."""
+
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+FLOPS = {"forward": 4, "backward": 10}
+"""Of a pair, over m D: two products, and five."""
+
+
+class Shape(NamedTuple):
+    """What a kernel is compiled for; bfloat16 throughout."""
+
+    m: int
+    d: int
+    heads: int
+    tile: int
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.d * self.heads
+
+
+class Part(NamedTuple):
+    """One `pallas_call`: what to compile, and how many pairs a step of its grid serves."""
+
+    case: str  # module:function
+    options: dict[str, Any]
+    call: str
+    pairs_a_step: float
+
+
+class Kernel(NamedTuple):
+    """One pass of one way to attend, and how its parts and bytes are counted."""
+
+    name: str
+    direction: Direction
+    parts: Callable[[Shape], list[Part]]
+    bytes_a_pair: Callable[[Shape, list[aot.Compiled]], float]
+
+
+HEADLINE = Shape(128, 128, 8, 512)
+SHAPES = (HEADLINE, Shape(128, 128, 8, 256), Shape(256, 128, 8, 512), Shape(256, 256, 4, 512), Shape(64, 128, 8, 512))
+
+
+def _sizes(shape: Shape, direction: str) -> dict[str, Any]:
+    return {"name": direction, "m": shape.m, "d": shape.d, "heads": shape.heads, "tile": shape.tile}
+
+
+def _arrays(programs: Iterable[aot.Compiled]) -> int:
+    return sum(program.argument_bytes + program.output_bytes for program in programs)
+
+
+def resident(direction: Direction, maximum: Literal["bounded", "running"] = "bounded") -> Kernel:
+    """Queries and sums of all tokens in VMEM. The case: 64 tiles, 32 resources, 8 pairs a token; arrays move once."""
+    case = f"{direction}_running" if maximum == "running" else direction
+
+    def parts(shape: Shape) -> list[Part]:
+        options = _sizes(shape, case) | {"tokens": 8 * shape.tile}
+        call = f"block_sparse_attention_{case}"
+        return [Part(f"{CASES}.chip_cases:kernel", options, call, shape.tile / max(1, shape.width // 1024))]
+
+    name = "resident" if maximum == "bounded" else f"resident_{maximum}"
+    return Kernel(name, direction, parts, lambda shape, programs: _arrays(programs) / (64 * shape.tile))
+
+
+def gathered(direction: Direction) -> Kernel:
+    """Rows of pairs in HBM, and the sums of a token's rows. The cases: 64 tiles, 32 resources, 16 pairs a token.
+
+    XLA gathers the rows (and permutes outputs): it issues elsewhere or in between, so only its bytes are counted.
+    """
+    sums = {"forward": "merge", "backward": "add"}[direction]
+
+    def parts(shape: Shape) -> list[Part]:
+        groups = max(1, shape.width // 1024)
+        case = f"{CASES}.gathered_cases:kernel"
+        by_chunk = 128 * 256 / (128 + 16) / groups  # each block of 128 tokens ends inside a chunk of 256 pairs
+        return [
+            Part(case, _sizes(shape, direction), f"gathered_{direction}", shape.tile / groups),
+            Part(case, _sizes(shape, sums), f"gathered_{sums}", by_chunk),
+        ]
+
+    def moved(shape: Shape, programs: list[aot.Compiled]) -> float:
+        tiles, adding = (
+            _arrays([program]) / pairs for program, pairs in zip(programs, (64 * shape.tile, 128 * 256), strict=True)
+        )
+        words = {"forward": 2 * 2 + 2 * 4, "backward": 2 * 4 + 2 * 2}[
+            direction
+        ]  # queries in, outputs out; read, written
+        return tiles + adding + words * shape.width
+
+    return Kernel("gathered", direction, parts, moved)
+
+
+def dense(direction: Direction) -> Kernel:
+    """Every token against every resource, chosen or not, under a bias row. The case: 4096 tokens, 64 resources.
+
+    Forward, keys and values are read again for every tile; backward, queries and gradients for every block.
+    """
+    tokens, resources = 4096, 64
+
+    def parts(shape: Shape) -> list[Part]:
+        block = max(1, 512 // shape.m)
+        options = _sizes(shape, direction) | {"block": block, "tokens": tokens, "resources": resources}
+        case = f"{CASES}.dense_cases:kernel"
+        return [Part(case, options, f"dense_attention_{direction}", shape.tile * block)]
+
+    def moved(shape: Shape, programs: list[aot.Compiled]) -> float:
+        again = {
+            "forward": (tokens // shape.tile - 1) * resources * shape.m,
+            "backward": (resources * shape.m // 512 - 1) * tokens,
+        }[direction]
+        return (_arrays(programs) + 2 * 2 * again * shape.width) / (tokens * resources)
+
+    return Kernel("dense", direction, parts, moved)
+
+
+def paged() -> Kernel:
+    """Decoding: every pair's keys and values come from HBM for one token. A step is a sequence, counted with one slot,
+    so that what a sequence costs besides is counted in full."""
+
+    def parts(shape: Shape) -> list[Part]:
+        options = {"m": shape.m, "d": shape.d, "heads": shape.heads}
+        part = Part(f"{CASES}.decode_cases:decode", options, "paged_attention", 1.0)
+        return [part] if shape.tile == HEADLINE.tile else []  # it has no tiles
+
+    return Kernel("paged", "forward", parts, lambda shape, _: 2 * 2 * shape.m * shape.width)
+
+
+def splash(direction: Direction) -> Kernel:
+    """JAX's flash attention; of a step, bfloat16 blocks of T x d are fetched or written anew."""
+    call = {"forward": "splash_mha_fwd_residuals", "backward": "splash_mha_dkv_no_residuals"}[direction]
+    # Keys and values; queries, the output's gradient, and partial gradients of queries, written and read.
+    blocks = {"forward": 2, "backward": 4}[direction]
+
+    def pairs(shape: Shape) -> float:
+        return shape.tile**2 / (shape.m * shape.heads)
+
+    def parts(shape: Shape) -> list[Part]:
+        options = {"tokens": SPLASH_TOKENS, "heads": shape.heads, "d": shape.d, "tile": shape.tile}
+        return [Part("benchmarks.tpu_cases:splash", options, call, pairs(shape))]
+
+    return Kernel("splash", direction, parts, lambda shape, _: 2 * blocks * shape.tile * shape.d / pairs(shape))
+
+
+ATTENTION = tuple(kernel(direction) for kernel in (resident, gathered, dense) for direction in DIRECTIONS)
+KERNELS = (*ATTENTION, resident("forward", "running"), paged(), *map(splash, DIRECTIONS))
+
+
+class Measured(NamedTuple):
+    """One part as the compiler has it."""
+
+    program: aot.Compiled
+    schedule: schedule.Schedule
+    pairs_a_step: float
+
+    @property
+    def bundles(self) -> float:
+        """A pair."""
+        return self.schedule.cycles_a_step / self.pairs_a_step
+
+
+class Compiler:
+    """Compiles every case of a chip once, whatever kernels are read from it."""
+
+    def __init__(self, chip: str, folder: Path):
+        self.chip, self._folder = chip, folder
+        self._programs: dict[str, tuple[aot.Compiled, Path]] = {}
+
+    def measure(self, part: Part) -> Measured:
+        """What the compiler makes of a part.
+
+        Raises:
+          aot.CompileError: it refused.
+        """
+        case = json.dumps([part.case, part.options])
+        if case not in self._programs:
+            folder = self._folder / str(len(self._programs))
+            self._programs[case] = aot.compile_apart(self.chip, part.case, part.options, dump_to=folder), folder
+        program, folder = self._programs[case]
+        return Measured(program, schedule.read(folder, part.call), part.pairs_a_step)
+
+
+def row(chip: str, kernel: Kernel, shape: Shape, parts: list[Measured]) -> dict[str, Any]:
+    """Modelled figures of one kernel: time is issue or HBM, whichever takes longer."""
+    limits = TPUS[chip]
+    bundles = sum(part.bundles for part in parts)
+    slots = {
+        slot: sum(part.schedule.slots[slot] * part.bundles for part in parts) / bundles
+        for slot in parts[0].schedule.slots
+    }
+    busiest = max(slots, key=slots.__getitem__)
+    flops = FLOPS[kernel.direction] * shape.m * shape.width
+    moved = kernel.bytes_a_pair(shape, [part.program for part in parts])
+    issue, hbm = 1e9 * bundles / limits.clock, 1e9 * moved / limits.bandwidth
+    nanoseconds = max(issue, hbm)
+    return {
+        "chip": chip,
+        "kernel": kernel.name,
+        "direction": kernel.direction,
+        **shape._asdict(),
+        "bundles_a_pair": bundles,
+        "slots": slots,
+        "busiest": busiest,
+        "busiest_bundles": slots[busiest] * bundles,
+        "spills": sum(part.schedule.spills for part in parts),
+        "bytes_a_pair": moved,
+        "nanoseconds": nanoseconds,
+        "issue_nanoseconds": issue,
+        "mxu_nanoseconds": 1e9 * flops / limits.flops,
+        "hbm_nanoseconds": hbm,
+        "teraflops": flops / nanoseconds / 1e3,
+        "share_of_peak": 1e9 * flops / nanoseconds / limits.flops,
+    }
+
+
+def measured(chip: str, kernels: Iterable[Kernel], shape: Shape) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """Rows of the kernels at one shape; and those that the compiler refuses, with its words."""
+    rows, refused = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        compiler = Compiler(chip, Path(folder))
+        for kernel in kernels:
+            name = {"chip": chip, "kernel": kernel.name, "direction": kernel.direction} | shape._asdict()
+            parts = kernel.parts(shape)
+            if not parts:
+                continue
+            try:
+                rows.append(row(chip, kernel, shape, [compiler.measure(part) for part in parts]))
+                print(f"{key(name)}: {rows[-1]['bundles_a_pair']:.2f} bundles a pair", file=sys.stderr, flush=True)
+            except aot.CompileError as error:
+                refused.append(
+                    {"what": key(name), "why": str(error).partition(f" for {chip}: ")[2].splitlines()[0][:300]}
+                )
+                print(f"{key(name)}: {refused[-1]['why']}", file=sys.stderr, flush=True)
+    return rows, refused
+
+
+def key(row: dict[str, Any]) -> str:
+    """A row's name in the golden file."""
+    sizes = ", ".join(f"{name} {row[name]}" for name in Shape._fields)
+    return f"{row['chip']} {row['kernel']} {row['direction']}: {sizes}"
+
+
+def write_golden(rows: list[dict[str, Any]]) -> None:
+    """The bundles a pair of this project's kernels, and the compiler that they hold for."""
+    mine = {key(row): round(row["bundles_a_pair"], 3) for row in rows if row["kernel"] != "splash"}
+    record = {"libtpu": importlib.metadata.version("libtpu"), "command": GOLDEN_COMMAND, "bundles_a_pair": mine}
+    GOLDEN.parent.mkdir(exist_ok=True)
+    GOLDEN.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def regressions(rows: Iterable[dict[str, Any]], golden: dict[str, float]) -> list[str]:
+    """What takes more bundles a pair than the golden file allows, or is not in it."""
+    complaints = []
+    for found in rows:
+        name, bundles = key(found), found["bundles_a_pair"]
+        if name not in golden:
+            complaints.append(f"{name}: not in the golden file; {GOLDEN_COMMAND}")
+        elif bundles > (1 + TOLERANCE) * golden[name]:
+            complaints.append(f"{name}: {bundles:.2f} bundles a pair, were {golden[name]:.2f}; {GOLDEN_COMMAND}")
+    return complaints
+
+
+def define_flags() -> None:
+    """The flags of this program."""
+    names = list(dict.fromkeys(kernel.name for kernel in KERNELS))
+    flags.DEFINE_list("chips", list(TPUS), "Which chips.")
+    flags.DEFINE_list("kernels", names, "Which kernels.")
+    flags.DEFINE_enum("shapes", "all", ["all", "headline"], f"`headline`: {HEADLINE} alone.")
+    flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
+    flags.DEFINE_bool("golden", False, f"Write {GOLDEN.name}, which the AOT tests compare with.")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
+    rows, refused = [], []
+    kernels = [kernel for kernel in KERNELS if kernel.name in FLAGS.kernels]
+    for chip in FLAGS.chips:
+        for shape in SHAPES if FLAGS.shapes == "all" else [HEADLINE]:
+            found = measured(chip, kernels, shape)
+            rows += found[0]
+            refused += found[1]
+    record = {
+        "command": shlex.join(["python", "-m", "benchmarks.tpu_schedule", *sys.argv[1:]]),
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
+        "rows": rows,
+        "refused": refused,
+    }
+    measure.publish(record, report(record), FLAGS.output)
+    if FLAGS.golden:
+        write_golden(rows)
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)
