@@ -1,5 +1,5 @@
 # Two commands: `make train` and `make test`. Both install into .venv first, from setup.cfg and constraints.txt alone.
-# `make test-aot` compiles the kernels for absent TPUs, with libtpu, in an environment of its own.
+# `make test-aot` compiles the kernels for absent TPUs and GPUs, with their own compilers, in an environment of its own.
 
 PYTHON ?= python3
 RUN ?= runs/quickstart

@@ -5,6 +5,7 @@ Shapes: b rows, L tokens per row, d width, H heads, k = d / H.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -109,6 +110,14 @@ class QueryKeyValue(nnx.Module):
         if self.qk_norm == "rms":
             query = self.query_norm(query)
         return query, self.norm_key(key), value
+
+    def max_score(self) -> Float[Array, ""] | None:
+        """What no score q . k / sqrt(k) exceeds, by the norms alone; None without them."""
+        if self.qk_norm != "rms":
+            return None
+        # A normed head has norm sqrt(k) at most times its largest scale; 2 % for what rounding to bfloat16 may add.
+        query, key = (jnp.abs(norm.scale[...]).max() for norm in (self.query_norm, self.key_norm))
+        return jax.lax.stop_gradient(1.02 * query * key * math.sqrt(self.query_norm.scale[...].shape[0]))
 
     def norm_key(self, key: Float[Array, "*batch H k"]) -> Float[Array, "*batch H k"]:
         """The norm that keys of tokens and of experts share."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from absl import app, flags
 
 from benchmarks import measure
-from benchmarks.chips import TPUS, Chip
+from pallas_kernels.chips import TPUS, Chip
 
 FLAGS = flags.FLAGS
 SCHEDULE = Path(__file__).parents[1] / "experiments" / "results" / "tpu_schedule.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.chips import TPUS
+from pallas_kernels.chips import TPUS
 
 SLOTS = ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE", "SALU")
 BEFORE_PIPELINING = {"forward": 12.0, "backward": 18.0}

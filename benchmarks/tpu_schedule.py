@@ -24,9 +24,9 @@ from typing import Any, Literal, NamedTuple
 from absl import app, flags
 
 from benchmarks import measure
-from benchmarks.chips import TPUS
 from benchmarks.schedule_report import report
 from pallas_kernels import aot, schedule
+from pallas_kernels.chips import TPUS
 
 FLAGS = flags.FLAGS
 GOLDEN = Path(__file__).parent / "golden" / "tpu_schedule.json"

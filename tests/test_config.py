@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import get_args
 
 import jaxtyping
 import pytest
@@ -14,12 +15,14 @@ from aamoe_jax.config import (
     ConfigError,
     DataConfig,
     ExperimentConfig,
+    Kernel,
     ModelConfig,
     OptimizerConfig,
     TrainingConfig,
     from_dict,
     to_dict,
 )
+from pallas_kernels.block_sparse_attention import IMPLEMENTATIONS
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +103,10 @@ class TestRefusals:
     def test_a_stack_without_aamoe_has_no_chunks_to_fit(self):
         dense = ModelConfig(pattern=("parallel",))
         assert ExperimentConfig(model=dense, data=DataConfig(seq_len=32, document_align=1)).model == dense
+
+
+def test_every_implementation_of_the_attention_can_be_named():
+    assert set(get_args(Kernel)) == {*IMPLEMENTATIONS, "pallas_tpu"}
 
 
 class TestDerived:

@@ -201,6 +201,8 @@ class AAMoELayer(nnx.Module):
             num_context=keys.shape[0] - layer.num_experts,
             max_pairs=self._max_pairs(h, pairs.resource.shape[-1], context),
             window=window,
+            max_score=self.qkv.max_score(),
+            row_chunks=allocation.count.shape[1] // layer.chunk_size,
             implementation=self.config.kernel,
         )
         return attention._replace(output=self._beside_null(attention.output, attention.lse))

@@ -4,4 +4,12 @@ from pallas_kernels.block_sparse_attention.interface import IMPLEMENTATIONS, blo
 from pallas_kernels.block_sparse_attention.paged import Slots, paged_attention
 from pallas_kernels.block_sparse_attention.types import Attention, Pairs, Window
 
-__all__ = ["IMPLEMENTATIONS", "Attention", "Pairs", "Slots", "Window", "block_sparse_attention", "paged_attention"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Attention",
+    "Pairs",
+    "Slots",
+    "Window",
+    "block_sparse_attention",
+    "paged_attention",
+]

@@ -3,17 +3,20 @@
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.block_sparse_attention import reference, xla
-from pallas_kernels.block_sparse_attention.tpu import dense, gathered, resident
+from pallas_kernels.block_sparse_attention import operation, reference, xla
+from pallas_kernels.block_sparse_attention.gpu import path as gpu
+from pallas_kernels.block_sparse_attention.tpu import dense, dispatch, gathered, resident
 from pallas_kernels.block_sparse_attention.types import Attention, Pairs, Window
 
 IMPLEMENTATIONS = {
     "reference": reference.attend,
     "xla": xla.attend,
-    "pallas_tpu": resident.attend,
+    "pallas_tpu_resident": resident.attend,
     "pallas_tpu_gathered": gathered.attend,
     "pallas_tpu_dense": dense.attend,
+    "pallas_gpu": gpu.attend,
 }
+FASTEST_TPU = "pallas_tpu"  # whichever of the three `tpu.dispatch` picks
 
 
 def block_sparse_attention(
@@ -27,6 +30,8 @@ def block_sparse_attention(
     max_pairs: int,
     window: Window | None = None,
     scale: float | None = None,
+    max_score: Float[Array, ""] | None = None,
+    row_chunks: int | None = None,
     implementation: str | None = None,
 ) -> Attention:
     """Eq 16 and the softmax over it: one distribution over all keys of all resources of a token, and its window.
@@ -47,7 +52,13 @@ def block_sparse_attention(
         T == num_context * m and the key of token t is key[t // m, t % m]. A routed chunk that overlaps the window
         counts its keys twice unless `pairs.visible` hides them.
       scale: of the scores; None is d ** -0.5.
-      implementation: a name in IMPLEMENTATIONS; None picks the best for the device.
+      max_score: what no |scale * q . k| exceeds, where norms of queries and keys say so; not differentiated. Where it
+        is small, kernels need not look for the largest score. It must not depend on the tokens: what a token gets
+        would, by a rounding, depend on later ones. None: unknown.
+      row_chunks: chunks of one row, where a batch of rows lies flat and no token meets another row's chunks; None: one
+        row. Nothing but the choice of implementation depends on it.
+      implementation: a name in IMPLEMENTATIONS; or "pallas_tpu", the fastest of the three for TPUs by `tpu.dispatch`.
+        None is that on a TPU, and "xla" elsewhere. Away from its hardware a kernel is interpreted: for tests.
 
     Returns:
       `Attention`, differentiable in query, query_expert, key, value, pairs.bias and window.bias through `output` and
@@ -57,18 +68,31 @@ def block_sparse_attention(
     the local heads), tokens with their tables may be sharded, or resources, merging the outputs outside by `lse`.
     """
     name = _best_for(jax.default_backend()) if implementation is None else implementation
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(IMPLEMENTATIONS))}")
+    if name not in (known := {*IMPLEMENTATIONS, FASTEST_TPU}):
+        raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(known))}")
     _check_shapes(query, query_expert, key, value, pairs, window, num_context, max_pairs)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if name == FASTEST_TPU:
+        problem = operation.problem(query, key, pairs, num_context=num_context, max_pairs=max_pairs, scale=scale)
+        name = f"{FASTEST_TPU}_{dispatch.fastest(problem, num_context if row_chunks is None else row_chunks)}"
     attend = IMPLEMENTATIONS[name]
     return attend(
-        query, query_expert, key, value, pairs, window, num_context=num_context, max_pairs=max_pairs, scale=scale
+        query,
+        query_expert,
+        key,
+        value,
+        pairs,
+        window,
+        num_context=num_context,
+        max_pairs=max_pairs,
+        scale=scale,
+        max_score=max_score,
     )
 
 
 def _best_for(backend: str) -> str:
-    return {}.get(backend, "xla")
+    # GPUs are missing: their kernels have been compiled for Hopper, and never run.
+    return {"tpu": FASTEST_TPU}.get(backend, "xla")
 
 
 def _check_shapes(query, query_expert, key, value, pairs, window, num_context, max_pairs) -> None:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.types import Attention, Pairs, Window
 from pallas_kernels.block_sparse_attention.window import window_attention, window_gradients
+from pallas_kernels.varying import equally_varying
 
 
 class Inputs(NamedTuple):
@@ -27,6 +28,7 @@ class Inputs(NamedTuple):
     key: Float[Array, "R m H d"]
     value: Float[Array, "R m H d"]
     pairs: Pairs
+    max_score: Float[Array, ""] | None  # no |scale * q . k| exceeds it; None: nobody knows
 
 
 class Partial(NamedTuple):
@@ -108,29 +110,24 @@ def attend(
     num_context: int,
     max_pairs: int,
     scale: float,
+    max_score: Float[Array, ""] | None,
     local: LocalWindow = XLA_WINDOW,
 ) -> Attention:
     """See `interface.block_sparse_attention`; `plan` chooses how, and refuses what cannot be done with a ValueError."""
     slots = pairs.resource.shape[1]
     if slots == 0:  # one slot that nobody uses, so that no shape below is zero
         pairs = Pairs(*(jnp.zeros_like(x, shape=(len(query), 1)) for x in pairs[:3]), jnp.zeros_like(pairs.count))
-    max_pairs = max(1, min(max_pairs, pairs.resource.size))
-    inputs, window = _equally_varying((Inputs(query, query_expert, key, value, pairs), window))
-    problem = Problem(
-        *query.shape, *key.shape[:2], pairs.resource.shape[1], query.dtype, num_context, max_pairs, float(scale)
-    )
-    path = plan(problem)
+    inputs, window = equally_varying((Inputs(query, query_expert, key, value, pairs, max_score), window))
+    path = plan(problem(query, key, pairs, num_context=num_context, max_pairs=max_pairs, scale=scale))
     output, lse, mass = _attend((path, local), inputs, window, path.tables(inputs.pairs))
     return Attention(output, lse, jax.lax.stop_gradient(mass[:, :slots]))
 
 
-def _equally_varying(tree):
-    """Inside shard_map: let every array vary over the mesh axes that any of them varies over.
-
-    Loops want carries of one type. Done outside the custom VJP, so that autodiff adds the sums over those axes.
-    """
-    zero = sum(jnp.zeros_like(x, jnp.int32, shape=()) for x in jax.tree.leaves(tree))
-    return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
+def problem(query, key, pairs: Pairs, *, num_context: int, max_pairs: int, scale: float) -> Problem:
+    """The static numbers of `attend`'s arguments; no more pairs than there are slots."""
+    slots = pairs.resource.shape[1]
+    max_pairs = max(1, min(max_pairs, pairs.resource.size))
+    return Problem(*query.shape, *key.shape[:2], slots, query.dtype, num_context, max_pairs, float(scale))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -141,7 +138,7 @@ def _attend(how, inputs, window, tables):
 def _forward(how, inputs, window, tables):
     """Output, log-sum-exp and mass; what the backward pass needs of them."""
     path, local = how
-    query, _, key, value, _ = inputs
+    query, key, value = inputs.query, inputs.key, inputs.value
     if window is None:
         start = Partial(jnp.zeros_like(query, jnp.float32), jnp.full_like(query[..., 0], -jnp.inf, jnp.float32))
     else:
@@ -154,7 +151,8 @@ def _forward(how, inputs, window, tables):
 def _backward(how, residuals, cotangents):
     """Gradients from the saved global log-sum-exp: scores are recomputed, nothing of size pairs x m was kept."""
     path, local = how
-    (query, _, key, value, pairs), window, tables, whole = inputs, *_ = residuals
+    inputs, window, tables, whole = residuals
+    query, _, key, value, pairs, _ = inputs
     d_output, d_lse, _ = cotangents
     some = whole.lse > -jnp.inf  # a token that attends to nothing: every gradient exactly 0, whatever its cotangents
     d_output = jnp.where(some[..., None], d_output, 0)
@@ -172,7 +170,7 @@ def _backward(how, residuals, cotangents):
     *d_arrays, d_bias = path.backward(inputs, tables, given, start)
     scales = path.problem.scale, path.problem.scale, path.problem.scale, 1.0
     d_arrays = ((x * scale).astype(query.dtype) for x, scale in zip(d_arrays, scales, strict=True))
-    return Inputs(*d_arrays, Pairs(None, d_bias.astype(pairs.bias.dtype), None, None)), d_window, None
+    return Inputs(*d_arrays, Pairs(None, d_bias.astype(pairs.bias.dtype), None, None), None), d_window, None
 
 
 _attend.defvjp(_forward, _backward)

@@ -21,9 +21,10 @@ def attend(
     num_context: int,
     max_pairs: int,
     scale: float,
+    max_score: Float[Array, ""] | None,
 ) -> Attention:
     """softmax over the concatenated keys of a token's resources of q.k * scale + bias, in float32 throughout."""
-    del max_pairs  # a bound on the work; here all the work is done
+    del max_pairs, max_score  # bounds on the work and on scores; here all the work is done
     dtype = query.dtype
     query, query_expert, key, value = (x.astype(jnp.float32) for x in (query, query_expert, key, value))
     (tokens, heads), (resources, m) = query.shape[:2], key.shape[:2]

@@ -56,7 +56,7 @@ class Path(NamedTuple):
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
         """The context's tiles with the rotated queries, then the experts' with the others."""
-        _, _, key, value, _ = inputs
+        _, _, key, value, _, _ = inputs
 
         def step(query, group: _Group, state):
             d_query, d_key, d_value, d_bias_P = state
@@ -131,7 +131,7 @@ def _take(x: Shaped[Array, "S *U"], index: Int[Array, "*I"]) -> Shaped[Array, ".
 
 def _pair_partials(path: Path, inputs: Inputs, tables: Tables) -> tuple[Float[Array, "P H d"], Float[Array, "P H"]]:
     """Output and log-sum-exp of every pair over the keys of its own resource alone."""
-    query, query_expert, key, value, pairs = inputs
+    query, query_expert, key, value, pairs, _ = inputs
 
     def step(query, group: _Group, state):
         output_PHd, lse_PH = state

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import layer_model
-from benchmarks.chips import TPUS
 from benchmarks.layer_model import Attention
+from pallas_kernels.chips import TPUS
 
 LENGTHS = [2**k for k in range(11, 18)]
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from benchmarks import schedule_report, tpu_schedule
-from benchmarks.chips import TPUS
 from benchmarks.tpu_schedule import HEADLINE, KERNELS, Measured, Shape
 from pallas_kernels import aot, schedule
+from pallas_kernels.chips import TPUS
 
 MIB = 2**20
 SLOTS = dict.fromkeys(schedule_report.SLOTS, 0.25)

@@ -29,6 +29,7 @@ class Shape:
     count: int | None = None
     spare: int | None = None  # by how much max_pairs exceeds the pairs there are; None: room for every slot
     scale: float | None = None
+    bounded: bool = False  # whether a bound on the scores is given
     seed: int = 0
 
 
@@ -41,6 +42,7 @@ class Inputs(NamedTuple):
     window: Window | None
     d_output: jax.Array
     d_lse: jax.Array
+    max_score: jax.Array | None
 
 
 class Static(NamedTuple):
@@ -75,7 +77,8 @@ def random_inputs(shape: Shape, dtype=jnp.float32) -> tuple[Inputs, Static]:
     window = Window(jnp.asarray(bias, jnp.float32), jnp.asarray(segment, jnp.int32)) if shape.window else None
     head, table = (T, shape.heads, shape.d), (R, shape.m, shape.heads, shape.d)
     arrays = normal(*head), normal(*head), normal(*table), normal(*table)
-    inputs = Inputs(*arrays, pairs, window, normal(*head), normal(*head[:2]).astype(jnp.float32))
+    bound = jnp.float32(20.0) if shape.bounded else None  # no test's scores are larger, unless it says so
+    inputs = Inputs(*arrays, pairs, window, normal(*head), normal(*head[:2]).astype(jnp.float32), bound)
     max_pairs = T * K if shape.spare is None else int(count.sum()) + shape.spare
     return inputs, Static(shape.num_context, max_pairs, shape.scale)
 
@@ -90,7 +93,15 @@ def _attention_and_gradients(inputs: Inputs, static: Static, implementation: str
         window = None if inputs.window is None else inputs.window._replace(bias=window_bias)
         pairs = inputs.pairs._replace(bias=pair_bias)
         attention = block_sparse_attention(
-            query, query_expert, key, value, pairs, window=window, implementation=implementation, **static._asdict()
+            query,
+            query_expert,
+            key,
+            value,
+            pairs,
+            window=window,
+            max_score=inputs.max_score,
+            implementation=implementation,
+            **static._asdict(),
         )
         lse = jnp.where(attention.lse > -jnp.inf, attention.lse, 0.0)
         through_output = jnp.sum(attention.output.astype(jnp.float32) * inputs.d_output.astype(jnp.float32))

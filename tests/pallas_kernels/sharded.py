@@ -19,11 +19,11 @@ def main(implementation: str) -> None:
     devices = jax.devices()
     assert len(devices) == 2, devices
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
-    inputs, static = random_inputs(Shape(heads=4))
+    inputs, static = random_inputs(Shape(heads=4, bounded=True))
     expected = evaluate(inputs, static, implementation)
 
     head, table, pairs = P(None, "tensor"), P(None, None, "tensor"), Pairs(P(), P(), P(), P())
-    specs = Inputs(head, head, table, table, pairs, Window(P(), P()), head, head)
+    specs = Inputs(head, head, table, table, pairs, Window(P(), P()), head, head, P())
 
     # Bias is replicated: its gradient and the mass are sums over the devices' heads.
     outputs = Attention(head, head, P()), Gradients(head, head, table, table, P(), P())
@@ -38,6 +38,7 @@ def main(implementation: str) -> None:
                 value,
                 x.pairs._replace(bias=pair_bias),
                 window=x.window._replace(bias=window_bias),
+                max_score=x.max_score,
                 implementation=implementation,
                 **static._asdict(),
             )

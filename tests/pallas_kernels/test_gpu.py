@@ -1,13 +1,10 @@
 """Block-sparse attention for GPUs, on a CPU: the path around the kernels, and the kernels interpreted.
 
-What this cannot show: products are computed by NumPy here, not by WGMMA. `test_gpu_aot` compiles the kernels for the
+What this cannot show: products are computed by NumPy here, not by WGMMA. `test_aot_gpu` compiles the kernels for the
 chip; only a run on one joins the two.
 """
 
 import functools
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import jax
@@ -15,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.block_sparse_attention import interface
 from pallas_kernels.block_sparse_attention.gpu import elsewhere, kernels, path
 from pallas_kernels.block_sparse_attention.gpu.kernels import ROWS, Plan, Rows
 from pallas_kernels.block_sparse_attention.operation import Problem
@@ -23,30 +19,9 @@ from tests.pallas_kernels.base import BlockSparseAttentionTest, assert_close
 from tests.pallas_kernels.cases import Shape, random_inputs
 
 
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    monkeypatch.setitem(interface.IMPLEMENTATIONS, "pallas_gpu", path.attend)
-
-
-REGISTERED = """
-from pallas_kernels.block_sparse_attention import interface
-from pallas_kernels.block_sparse_attention.gpu import path
-interface.IMPLEMENTATIONS["pallas_gpu"] = path.attend
-from tests.pallas_kernels import sharded
-sharded.main("pallas_gpu")
-"""
-
-
 class TestPath(BlockSparseAttentionTest):
     implementation = "pallas_gpu"
-
-    def test_sharded_over_devices(self):
-        """On two devices, in a process of its own, which has to know of the implementation too."""
-        environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-        command = [sys.executable, "-c", REGISTERED]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert result.returncode == 0, result.stderr
-        assert result.stdout.split() == ["2", "devices", "agree"]
+    random_shapes = 2
 
     @pytest.mark.parametrize("m", [65, 576])  # 576 = 9 * 64 keys do not fit at once: three parts
     def test_resources_longer_than_a_block_of_keys(self, m):

@@ -21,7 +21,7 @@ from pallas_kernels.block_sparse_attention import operation
 from pallas_kernels.block_sparse_attention import tables as tables_lib
 from pallas_kernels.block_sparse_attention.operation import Cotangents, Gradients, Inputs, Partial, Problem
 from pallas_kernels.block_sparse_attention.tile import finite
-from pallas_kernels.block_sparse_attention.tpu import gathered_kernels
+from pallas_kernels.block_sparse_attention.tpu import gathered_kernels, window
 from pallas_kernels.block_sparse_attention.tpu.gathered_kernels import BLOCK, CHUNK, LANES, Layout, Steps, Tiles
 from pallas_kernels.block_sparse_attention.types import Pairs
 
@@ -154,7 +154,7 @@ def plan(problem: Problem) -> Path:
     return Path(problem, choose_layout(problem.heads, problem.d, problem.dtype, rows))
 
 
-attend = functools.partial(operation.attend, plan)
+attend = functools.partial(operation.attend, plan, local=window.ON_TPUS)
 
 
 def choose_layout(heads: int, d: int, dtype: jnp.dtype, rows: float) -> Layout:

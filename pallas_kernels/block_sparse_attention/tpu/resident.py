@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
+from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import operation
 from pallas_kernels.block_sparse_attention import tables as tables_lib
 from pallas_kernels.block_sparse_attention.operation import Cotangents, Gradients, Inputs, Partial, Problem
 from pallas_kernels.block_sparse_attention.tables import Tables
 from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
-from pallas_kernels.block_sparse_attention.tpu import resident_kernels
+from pallas_kernels.block_sparse_attention.tpu import resident_kernels, window
 from pallas_kernels.block_sparse_attention.tpu.layout import GROUP, LANES, ROWS, Layout
 from pallas_kernels.block_sparse_attention.tpu.resident_kernels import LOG2E, LOWEST, Bounds, Maximum, Run, Tiles
 from pallas_kernels.block_sparse_attention.types import Pairs
 
-VMEM_BYTES = 64 * 2**20  # of a core of v5p and tpu7x; v5e and v6e have twice as much
 VMEM_SLACK = 8 * 2**20  # what the compiler wants beside the arrays: scores of a tile, spilled registers
 SAFE_SCORE = 30.0  # exp(-2 * 30), the least that the largest weight can be, is far from the smallest float32
 
@@ -51,35 +51,33 @@ class Path(NamedTuple):
 
     def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
         """From the start's sums on. Scores that are known to stay small need no running maximum."""
-        shift = _upper_bounds(inputs, start, self.problem)
-        args = inputs, tables, start, shift
-        small = 2 * (shift.score - SAFE_SCORE) <= 0
-        return jax.lax.cond(small, self._forward_bounded, self._forward_running, *args)
+        if inputs.max_score is None:
+            return self._forward_running(inputs, tables, start)
+        small = inputs.max_score <= SAFE_SCORE
+        return jax.lax.cond(small, self._forward_bounded, self._forward_running, inputs, tables, start)
 
-    def _forward_bounded(self, inputs, tables, start, shift):
-        bias = inputs.pairs.bias.astype(jnp.float32) - shift.token[:, None]
-        pairs = inputs.pairs._replace(bias=bias)
-        total = jnp.exp(start.lse - shift.token[:, None])
-        sums, (_, total), pair_lse = self._run_forward(
-            "bounded", inputs._replace(pairs=pairs), tables, start.output, jnp.zeros_like(total), total
-        )
-        whole = Partial(_divide(sums, total), jnp.log(total) + shift.token[:, None])
-        return whole, self._mass(pair_lse, jnp.log(total), tables)
+    def _forward_bounded(self, inputs, tables, start):
+        shift = _shift(inputs.pairs, start)
+        bias = inputs.pairs.bias.astype(jnp.float32) - shift[:, None]
+        inputs = inputs._replace(pairs=inputs.pairs._replace(bias=bias))
+        total = jnp.exp(start.lse - shift[:, None])
+        sums, (rounded, total), pair_lse = self._run_forward("bounded", inputs, tables, start.output, total, total)
+        lse = jnp.log(total)
+        return Partial(_divide(sums, rounded), lse + shift[:, None]), self._mass(pair_lse, lse, tables)
 
-    def _forward_running(self, inputs, tables, start, shift):
-        del shift
+    def _forward_running(self, inputs, tables, start):
         total = (start.lse > -jnp.inf).astype(jnp.float32)
         top = jnp.maximum(start.lse * LOG2E, LOWEST)
         sums, (top, total), pair_lse = self._run_forward("running", inputs, tables, start.output, top, total)
         lse = jnp.log(total) + top / LOG2E
         return Partial(_divide(sums, total), lse), self._mass(pair_lse, lse, tables)
 
-    def _run_forward(self, maximum: Maximum, inputs: Inputs, tables: Tables, output, top, total):
-        query, query_expert, key, value, pairs = inputs
+    def _run_forward(self, maximum: Maximum, inputs: Inputs, tables: Tables, output, first, total):
+        query, query_expert, key, value, pairs, _ = inputs
         layout, tiles = self.layout, self._tiles(pairs, tables)
         rows = jnp.stack([layout_lib.to_rows(x.astype(jnp.float32), layout) for x in (query, query_expert)], axis=1)
         sums = layout_lib.to_rows(output * total[..., None], layout)
-        stats = layout_lib.to_stats(top, total, layout)
+        stats = layout_lib.to_stats(first, total, layout)
         key, value = (layout_lib.to_lanes(x, layout) for x in (key, value))
         run = self._kernel(functools.partial(resident_kernels.forward, maximum=maximum))
 
@@ -103,7 +101,7 @@ class Path(NamedTuple):
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
         """Every kernel adds to what there is: no gradient is written twice, and none is left unwritten."""
-        query, query_expert, key, value, pairs = inputs
+        query, query_expert, key, value, pairs, _ = inputs
         layout, problem, tiles = self.layout, self.problem, self._tiles(pairs, tables)
         d_output, lse, delta = cotangents
         packed = jnp.stack([_pack(x, d_output, layout) for x in (query, query_expert)], axis=1)
@@ -161,8 +159,9 @@ class Path(NamedTuple):
         return lambda *arrays: jax.lax.platform_dependent(*arrays, tpu=tpu, default=elsewhere)
 
 
-def plan(problem: Problem, vmem: int = VMEM_BYTES) -> Path:
-    """As few windows as `vmem` bytes of fast memory allow."""
+def plan(problem: Problem, vmem: int | None = None) -> Path:
+    """As few windows as `vmem` bytes of fast memory allow; None: as many as the chip has."""
+    vmem = chips.TPUS[chips.current()].vmem if vmem is None else vmem
     rows = problem.max_pairs / problem.resources
     layout = layout_lib.choose(problem.tokens, problem.heads, problem.d, rows, most_tokens=max(problem.tokens, 1))
     itemsize = problem.dtype.itemsize
@@ -177,7 +176,7 @@ def plan(problem: Problem, vmem: int = VMEM_BYTES) -> Path:
     return Path(problem, layout_lib.choose(problem.tokens, problem.heads, problem.d, rows, most_tokens))
 
 
-attend = functools.partial(operation.attend, plan)
+attend = functools.partial(operation.attend, plan, local=window.ON_TPUS)
 
 
 def vmem_bytes(layout: Layout, m: int, itemsize: int) -> int:
@@ -190,28 +189,14 @@ def vmem_bytes(layout: Layout, m: int, itemsize: int) -> int:
     return resident + tile + table + VMEM_SLACK
 
 
-class _Bound(NamedTuple):
-    """No score of a token exceeds score + max bias, and shift.token is never below what its sums are made of."""
+def _shift(pairs: Pairs, start: Partial) -> Float[Array, "T"]:
+    """What a token's sums may be divided by, in logarithms, where no |score| exceeds SAFE_SCORE.
 
-    score: Float[Array, ""]
-    token: Float[Array, "T"]
-
-
-def _upper_bounds(inputs: Inputs, start: Partial, problem: Problem) -> _Bound:
-    """|q . k| <= |q| |k|: a bound of all scores, and for every token the log of what its sums may be divided by.
-
-    A sum is then at most the number of keys, and at least exp(-2 score) of what attains the token's largest bias, or
-    the largest log-sum-exp of the start.
+    A weight is then at most 1, and the largest one of a head at least exp(-2 SAFE_SCORE) over the keys of the window.
     """
-
-    def largest(x):  # norm, for every head
-        return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1).max(tuple(range(x.ndim - 2)), initial=0.0))
-
-    query = jnp.maximum(largest(inputs.query), largest(inputs.query_expert))
-    score = abs(problem.scale) * (query * largest(inputs.key)).max(initial=0.0)
-    used = jnp.arange(problem.slots) < inputs.pairs.count[:, None]
-    bias = jnp.where(used, inputs.pairs.bias.astype(jnp.float32), -jnp.inf).max(1, initial=-jnp.inf)
-    return _Bound(score, finite(jnp.maximum(bias + score, start.lse.max(1))))
+    used = jnp.arange(pairs.bias.shape[1]) < pairs.count[:, None]
+    bias = jnp.where(used, pairs.bias.astype(jnp.float32), -jnp.inf).max(1, initial=-jnp.inf)
+    return finite(jnp.maximum(bias + SAFE_SCORE, start.lse.max(1)))
 
 
 def _divide(sums: Float[Array, "T H d"], total: Float[Array, "T H"]) -> Float[Array, "T H d"]:

@@ -205,30 +205,31 @@ def _forward_kernel(
     def softmax(job, score):
         columns = job.columns(layout)
         score = jnp.where(seen[:, columns], score * (run.scale * LOG2E) + bias[:, columns], -jnp.inf)
-        top = jnp.zeros_like(score[:1])
         if running:
             top = jnp.maximum(before[job.head : job.head + 1, columns], jnp.max(score, axis=0, keepdims=True))
             score = score - top
         weight = jnp.exp2(score)
-        return weight.astype(value_ref.dtype), jnp.sum(weight, axis=0, keepdims=True), top
+        rounded, total = weight.astype(value_ref.dtype), jnp.sum(weight, axis=0, keepdims=True)
+        # A largest weight of 1 is not rounded. Any other is: its output is divided by what it was rounded to.
+        return rounded, total, top if running else jnp.sum(rounded.astype(F32), axis=0, keepdims=True)
 
     def output(job, state):
-        weight, total, top = state
+        weight, total, other = state
         sums.add(job, _dot(weight, value_ref[0, :, job.lanes(layout)], (0, 0)))
-        return total, top
+        return total, other
 
-    totals, tops = zip(*_staggered(jobs, score, softmax, output), strict=True)
-    totals, tops = (_by_head(jobs, x, layout) for x in (totals, tops))
-    pair_lse_ref[0, 0] = jnp.log2(jnp.concatenate(totals, axis=0)) + jnp.concatenate(tops, axis=0)
+    totals, others = (_by_head(jobs, x, layout) for x in zip(*_staggered(jobs, score, softmax, output), strict=True))
+    pair_lse_ref[0, 0] = jnp.log2(jnp.concatenate(totals, axis=0))
     if running:
-        factors = [jnp.exp2(before[h : h + 1] - top) for h, top in enumerate(tops)]
+        pair_lse_ref[0, 0] += jnp.concatenate(others, axis=0)
+        factors = [jnp.exp2(before[h : h + 1] - top) for h, top in enumerate(others)]
         totals = [before[TOTAL + h : TOTAL + h + 1] * factors[h] + total for h, total in enumerate(totals)]
         factor = _stack(factors, LANES).T
         decay = _Sums(decays, layout)
         for job in jobs:
             column = factor[job.columns(layout), job.head : job.head + 1]
             decay.add(job, jnp.broadcast_to(column, (len(column), layout.rows_a_unit * LANES)))
-    stats[...] = jnp.concatenate([_stack(tops, TOTAL), _stack(totals, LANES - TOTAL)], axis=0).T
+    stats[...] = jnp.concatenate([_stack(others, TOTAL), _stack(totals, LANES - TOTAL)], axis=0).T
 
     def accumulate(rows, first):
         mine = [(_rows(first + j, ROWS, ROWS), pl.ds(first + j, 1)) for j in range(len(rows))]
@@ -398,9 +399,9 @@ def forward(
     run: Run,
     maximum: Maximum,
 ) -> tuple[Float[Array, "G V 128"], Float[Array, "G W 128"], Float[Array, "G N h t"]]:
-    """Adds a window's tiles to sums (not divided) and statistics (maxima, totals); writes their pairs' log-sum-exp.
+    """Adds a window's tiles to sums (not divided) and statistics; writes their pairs' log-sum-exp, in base 2.
 
-    Maxima and log-sum-exp are in base 2.
+    Statistics are totals, and before them the running maxima in base 2, or totals of the weights as they were rounded.
     """
     layout = run.layout
     blocks = _Blocks(layout, key.shape[1])

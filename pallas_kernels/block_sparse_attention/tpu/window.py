@@ -5,7 +5,9 @@ G head groups, h heads a group, E lanes of a token.
 """
 
 import functools
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
@@ -69,6 +71,19 @@ def window_gradients(
 
 
 LOCAL = operation.LocalWindow(window_attention, window_gradients)
+
+
+def _on_tpus(kernel: Callable, elsewhere: Callable) -> Callable:
+    def either(*arguments):
+        *arrays, scale = arguments
+        tpu, default = (functools.partial(function, scale=scale) for function in (kernel, elsewhere))
+        return jax.lax.platform_dependent(*arrays, tpu=tpu, default=default)
+
+    return either
+
+
+ON_TPUS = operation.LocalWindow(*map(_on_tpus, LOCAL, operation.XLA_WINDOW))
+"""The kernels on a TPU; elsewhere, where they would be interpreted, plain XLA."""
 
 
 def choose_layout(shape: tuple[int, int, int], m: int) -> Layout:

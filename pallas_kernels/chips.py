@@ -1,0 +1,57 @@
+"""What the chips can do at best, per core: limits that modelled times stand beside, and that choices are made by.
+
+Sources: peak FLOP/s, HBM bytes/s and VMEM are those of `jax/_src/pallas/mosaic/tpu_info.py` (jax 0.10.2), a chip's
+shared by its cores. Clocks: v5e and v5p, the published peak over the 4 x 128 x 128 multiply-adds of a cycle; v6e and
+tpu7x, taken over from others' notes and not checked. A bundle a cycle is the most that a core issues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+
+
+class Chip(NamedTuple):
+    """One core."""
+
+    clock: float  # bundles a second
+    flops: float  # bfloat16 FLOP/s of the matrix units
+    bandwidth: float  # bytes/s of HBM
+    vmem: int  # bytes
+    cores: int  # of a chip
+
+
+TPUS = {
+    "v5e": Chip(1.5e9, 197e12, 820e9, 128 * 2**20, 1),
+    "v5p": Chip(1.75e9, 459e12 / 2, 2.46e12 / 2, 64 * 2**20, 2),
+    "v6e": Chip(1.755e9, 920e12, 1.64e12, 128 * 2**20, 1),
+    "tpu7x": Chip(2.2e9, 2310e12 / 2, 7.4e12 / 2, 64 * 2**20, 2),
+}
+"""By the names of `pallas_kernels.aot.TOPOLOGIES`."""
+
+_KINDS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
+_KINDS |= {"TPU v6e": "v6e", "TPU7x": "tpu7x", "TPU v7x": "tpu7x"}
+_ANY = "v5p"  # what fits its fast memory fits every chip's
+_assumed: list[str] = []
+
+
+def current() -> str:
+    """The TPU that code is traced for: the assumed one, or the one there; v5p, the smallest, where there is none."""
+    if _assumed:
+        return _assumed[-1]
+    return _KINDS.get(jax.devices()[0].device_kind, _ANY)
+
+
+@contextlib.contextmanager
+def assume(chip: str) -> Iterator[None]:
+    """Code traced within is for `chip`, a name in TPUS: for compiling where the chip is not."""
+    if chip not in TPUS:
+        raise ValueError(f"chip={chip!r} is unknown; there are {', '.join(TPUS)}")
+    _assumed.append(chip)
+    try:
+        yield
+    finally:
+        _assumed.pop()
