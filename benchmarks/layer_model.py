@@ -87,8 +87,9 @@ def routed(chip: str, length: int, kernels: list[Attention]) -> float:
     issue = min(kernel.issue / fill(kernel.tile, BETA * window, resources) for kernel in kernels)
     # bfloat16 keys and values in both passes; their float32 gradients are read and written.
     table = resources * M * WIDTH * (2 * 4 + 2 * 8)
-    # Float32 queries and sums in, out; packed queries and gradients in, their gradients out; for both kinds of query.
-    rows = window * WIDTH * (2 * 4 + 4 + 2 * 4 + 2 * 4)
+    # Float32 queries in, sums in and out; packed queries and gradients in, gradients of queries in and out. There are
+    # two kinds of query.
+    rows = window * WIDTH * (2 * 4 + 2 * 4 + 2 * 4 + 2 * 2 * 4)
     return max(BETA * CALIBRATION * issue, movement(TPUS[chip], (table + rows) / window))
 
 

@@ -1,6 +1,6 @@
 """The TPU compiler's own schedule of every kernel, for chips that are not there; JAX's splash attention beside them.
 
-    python -m benchmarks.tpu_schedule --output=experiments/results/tpu_schedule.json --golden
+    python -m benchmarks.tpu_schedule --output=experiments/results/tpu_schedule.json --golden --costs
 
 Needs libtpu (extra `aot`). A core issues one bundle a cycle, in order: the bundles of a steady step of the grid, over
 the pairs of the step, are modelled cycles a pair. The model leaves out memory stalls, bank conflicts and the steps that
@@ -25,7 +25,8 @@ from absl import app, flags
 
 from benchmarks import measure
 from benchmarks.schedule_report import report
-from pallas_kernels import aot, schedule
+from pallas_kernels import aot, block_sparse_attention, schedule
+from pallas_kernels.block_sparse_attention.tpu.gathered_kernels import CHUNK
 from pallas_kernels.chips import TPUS
 
 FLAGS = flags.FLAGS
@@ -36,9 +37,12 @@ TOLERANCE = 0.05
 SPLASH_TOKENS = 8192
 CASES = "tests.pallas_kernels"
 """Where the kernels' cases are."""
+CHUNKS, BLOCKS = 128, 16
+"""Chunks of pairs and blocks of tokens in the case of path B's sums."""
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+PATHS = ("resident", "gathered", "dense")
 FLOPS = {"forward": 4, "backward": 10}
 """Of a pair, over m D: two products, and five."""
 
@@ -76,7 +80,15 @@ class Kernel(NamedTuple):
 
 
 HEADLINE = Shape(128, 128, 8, 512)
-SHAPES = (HEADLINE, Shape(128, 128, 8, 256), Shape(256, 128, 8, 512), Shape(256, 256, 4, 512), Shape(64, 128, 8, 512))
+SHAPES = {
+    "headline": HEADLINE,
+    "short": Shape(128, 128, 8, 256),
+    "long": Shape(256, 128, 8, 512),
+    "wide": Shape(256, 256, 4, 512),
+    "small": Shape(64, 128, 8, 512),
+}
+"""`short` tiles, `long` resources, `wide` heads, `small` resources."""
+COSTS = Path(block_sparse_attention.__file__).parent / "tpu" / "costs.json"
 
 
 def _sizes(shape: Shape, direction: str) -> dict[str, Any]:
@@ -101,7 +113,7 @@ def resident(direction: Direction, maximum: Literal["bounded", "running"] = "bou
 
 
 def gathered(direction: Direction) -> Kernel:
-    """Rows of pairs in HBM, and the sums of a token's rows. The cases: 64 tiles, 32 resources, 16 pairs a token.
+    """Rows of pairs in HBM, and the sums of a token's rows. The cases: 64 tiles, 32 resources, 32 pairs a token.
 
     XLA gathers the rows (and permutes outputs): it issues elsewhere or in between, so only its bytes are counted.
     """
@@ -110,7 +122,7 @@ def gathered(direction: Direction) -> Kernel:
     def parts(shape: Shape) -> list[Part]:
         groups = max(1, shape.width // 1024)
         case = f"{CASES}.gathered_cases:kernel"
-        by_chunk = 128 * 256 / (128 + 16) / groups  # each block of 128 tokens ends inside a chunk of 256 pairs
+        by_chunk = CHUNKS * CHUNK / (CHUNKS + BLOCKS) / groups  # each block of tokens ends inside a chunk of pairs
         return [
             Part(case, _sizes(shape, direction), f"gathered_{direction}", shape.tile / groups),
             Part(case, _sizes(shape, sums), f"gathered_{sums}", by_chunk),
@@ -118,7 +130,8 @@ def gathered(direction: Direction) -> Kernel:
 
     def moved(shape: Shape, programs: list[aot.Compiled]) -> float:
         tiles, adding = (
-            _arrays([program]) / pairs for program, pairs in zip(programs, (64 * shape.tile, 128 * 256), strict=True)
+            _arrays([program]) / pairs
+            for program, pairs in zip(programs, (64 * shape.tile, CHUNKS * CHUNK), strict=True)
         )
         words = {"forward": 2 * 2 + 2 * 4, "backward": 2 * 4 + 2 * 2}[
             direction
@@ -129,26 +142,21 @@ def gathered(direction: Direction) -> Kernel:
 
 
 def dense(direction: Direction) -> Kernel:
-    """Every token against every resource, chosen or not, under a bias row. The case: 4096 tokens, 64 resources.
+    """Every token against every resource, chosen or not, under a bias row, in tiles of its own.
 
-    Forward, keys and values are read again for every tile; backward, queries and gradients for every block.
+    Of a step, bfloat16 blocks of 512 keys and values are read (forward), or queries and gradients of 512 tokens
+    (backward), and 8 bytes of bias and visibility a pair. What is met once is left out.
     """
-    tokens, resources = 4096, 64
+
+    def pairs(shape: Shape) -> float:
+        return 512 * max(1, 512 // shape.m)
 
     def parts(shape: Shape) -> list[Part]:
-        block = max(1, 512 // shape.m)
-        options = _sizes(shape, direction) | {"block": block, "tokens": tokens, "resources": resources}
-        case = f"{CASES}.dense_cases:kernel"
-        return [Part(case, options, f"dense_attention_{direction}", shape.tile * block)]
+        options = {"tokens": 4096, "heads": shape.heads, "d": shape.d, "m": shape.m}
+        part = Part(f"{CASES}.dense_cases:kernels", options, f"dense_attention_{direction}", pairs(shape))
+        return [part] if shape.tile == HEADLINE.tile else []
 
-    def moved(shape: Shape, programs: list[aot.Compiled]) -> float:
-        again = {
-            "forward": (tokens // shape.tile - 1) * resources * shape.m,
-            "backward": (resources * shape.m // 512 - 1) * tokens,
-        }[direction]
-        return (_arrays(programs) + 2 * 2 * again * shape.width) / (tokens * resources)
-
-    return Kernel("dense", direction, parts, moved)
+    return Kernel("dense", direction, parts, lambda shape, _: 2 * 2 * 512 * shape.width / pairs(shape) + 8)
 
 
 def paged() -> Kernel:
@@ -285,6 +293,30 @@ def write_golden(rows: list[dict[str, Any]]) -> None:
     GOLDEN.write_text(json.dumps(record, indent=1) + "\n")
 
 
+def costs(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Nanoseconds of one pair, both passes, at the headline's sizes: by chip, path and tile.
+
+    Raises:
+      ValueError: a chip, a path or a pass is missing.
+    """
+    found: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    for row in rows:
+        if row["kernel"] in PATHS and Shape(row["m"], row["d"], row["heads"], HEADLINE.tile) == HEADLINE:
+            tiles = found.setdefault(row["chip"], {}).setdefault(row["kernel"], {})
+            tiles.setdefault(str(row["tile"]), {})[row["direction"]] = row["nanoseconds"]
+    for chip in TPUS:
+        for path in PATHS:
+            if set(found.get(chip, {}).get(path, {}).get(str(HEADLINE.tile), {})) != set(DIRECTIONS):
+                raise ValueError(f"{path} for {chip} has not both passes at the headline's sizes: no costs are written")
+    return {
+        chip: {
+            path: {tile: round(sum(both.values()), 3) for tile, both in tiles.items() if len(both) == len(DIRECTIONS)}
+            for path, tiles in paths.items()
+        }
+        for chip, paths in found.items()
+    }
+
+
 def regressions(rows: Iterable[dict[str, Any]], golden: dict[str, float]) -> list[str]:
     """What takes more bundles a pair than the golden file allows, or is not in it."""
     complaints = []
@@ -302,9 +334,13 @@ def define_flags() -> None:
     names = list(dict.fromkeys(kernel.name for kernel in KERNELS))
     flags.DEFINE_list("chips", list(TPUS), "Which chips.")
     flags.DEFINE_list("kernels", names, "Which kernels.")
-    flags.DEFINE_enum("shapes", "all", ["all", "headline"], f"`headline`: {HEADLINE} alone.")
+    flags.DEFINE_list("shapes", list(SHAPES), "Which shapes.")
+    for flag, known in (("chips", TPUS), ("kernels", names), ("shapes", SHAPES)):
+        message = f"--{flag}: there are {', '.join(known)}"
+        flags.register_validator(flag, lambda given, known=known: set(given) <= set(known), message)
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
     flags.DEFINE_bool("golden", False, f"Write {GOLDEN.name}, which the AOT tests compare with.")
+    flags.DEFINE_bool("costs", False, f"Write {COSTS.name}, by which `tpu.dispatch` chooses.")
 
 
 def main(argv: list[str]) -> None:
@@ -313,8 +349,8 @@ def main(argv: list[str]) -> None:
     rows, refused = [], []
     kernels = [kernel for kernel in KERNELS if kernel.name in FLAGS.kernels]
     for chip in FLAGS.chips:
-        for shape in SHAPES if FLAGS.shapes == "all" else [HEADLINE]:
-            found = measured(chip, kernels, shape)
+        for name in FLAGS.shapes:
+            found = measured(chip, kernels, SHAPES[name])
             rows += found[0]
             refused += found[1]
     record = {
@@ -326,6 +362,8 @@ def main(argv: list[str]) -> None:
     measure.publish(record, report(record), FLAGS.output)
     if FLAGS.golden:
         write_golden(rows)
+    if FLAGS.costs:
+        COSTS.write_text(json.dumps(costs(rows), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -34,15 +34,26 @@ TPUS = {
 
 _KINDS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 _KINDS |= {"TPU v6e": "v6e", "TPU7x": "tpu7x", "TPU v7x": "tpu7x"}
-_ANY = "v5p"  # what fits its fast memory fits every chip's
+_ANY = "v5p"  # what fits its fast memory fits that of every chip in the table
 _assumed: list[str] = []
 
 
 def current() -> str:
-    """The TPU that code is traced for: the assumed one, or the one there; v5p, the smallest, where there is none."""
+    """The TPU that code is traced for: the assumed one, or the one there; v5p, the smallest here, for any other."""
     if _assumed:
         return _assumed[-1]
     return _KINDS.get(jax.devices()[0].device_kind, _ANY)
+
+
+def kernels_by_default() -> bool:
+    """Whether TPU kernels are called without being asked for: on a TPU in the table above, on one device.
+
+    The compiler cannot divide a kernel over a mesh; inside `jax.shard_map` there is nothing left to divide.
+    """
+    if jax.default_backend() != "tpu" or jax.devices()[0].device_kind not in _KINDS:
+        return False
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() == 1 or (not mesh.empty and mesh.are_all_axes_manual)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """One function, several implementations: attention of every token over the few resources it was given."""
 
-import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import operation, reference, xla
 from pallas_kernels.block_sparse_attention.gpu import path as gpu
 from pallas_kernels.block_sparse_attention.tpu import dense, dispatch, gathered, resident
@@ -58,7 +58,9 @@ def block_sparse_attention(
       row_chunks: chunks of one row, where a batch of rows lies flat and no token meets another row's chunks; None: one
         row. Nothing but the choice of implementation depends on it.
       implementation: a name in IMPLEMENTATIONS; or "pallas_tpu", the fastest of the three for TPUs by `tpu.dispatch`.
-        None is that on a TPU, and "xla" elsewhere. Away from its hardware a kernel is interpreted: for tests.
+        None is that on one TPU or inside `jax.shard_map`, and "xla" elsewhere: the compiler cannot divide a kernel over
+        a mesh, and those for GPUs have been compiled but never run. Away from a TPU its kernels are interpreted, away
+        from a GPU the tiles of "pallas_gpu" are computed by XLA: both are for tests.
 
     Returns:
       `Attention`, differentiable in query, query_expert, key, value, pairs.bias and window.bias through `output` and
@@ -67,7 +69,7 @@ def block_sparse_attention(
     Over a mesh, call it inside `jax.shard_map`: heads may be sharded (output and lse follow; mass is then the mean over
     the local heads), tokens with their tables may be sharded, or resources, merging the outputs outside by `lse`.
     """
-    name = _best_for(jax.default_backend()) if implementation is None else implementation
+    name = (FASTEST_TPU if chips.kernels_by_default() else "xla") if implementation is None else implementation
     if name not in (known := {*IMPLEMENTATIONS, FASTEST_TPU}):
         raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(known))}")
     _check_shapes(query, query_expert, key, value, pairs, window, num_context, max_pairs)
@@ -88,11 +90,6 @@ def block_sparse_attention(
         scale=scale,
         max_score=max_score,
     )
-
-
-def _best_for(backend: str) -> str:
-    # GPUs are missing: their kernels have been compiled for Hopper, and never run.
-    return {"tpu": FASTEST_TPU}.get(backend, "xla")
 
 
 def _check_shapes(query, query_expert, key, value, pairs, window, num_context, max_pairs) -> None:

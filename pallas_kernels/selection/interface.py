@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import chips
 from pallas_kernels.selection import tpu
 
 
@@ -53,7 +54,7 @@ def select(
     Returns:
       `Selection`; bit for bit the same from every implementation. Its scores carry gradients to the selected entries.
     """
-    name = _best_for(jax.default_backend()) if implementation is None else implementation
+    name = ("pallas_tpu" if chips.kernels_by_default() else "xla") if implementation is None else implementation
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(IMPLEMENTATIONS))}")
     if score.dtype != jnp.float32:
@@ -63,7 +64,3 @@ def select(
     if count is None:
         count = jnp.full_like(score, slots, jnp.int32, shape=score.shape[:2])
     return Selection(*IMPLEMENTATIONS[name](score, count, slots))
-
-
-def _best_for(backend: str) -> str:
-    return {"tpu": "pallas_tpu"}.get(backend, "xla")

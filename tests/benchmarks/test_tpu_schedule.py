@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from benchmarks import schedule_report, tpu_schedule
 from benchmarks.tpu_schedule import HEADLINE, KERNELS, Measured, Shape
 from pallas_kernels import aot, schedule
+from pallas_kernels.block_sparse_attention.tpu import dispatch
 from pallas_kernels.chips import TPUS
 
 MIB = 2**20
@@ -75,12 +77,12 @@ class TestRow:
         assert found["bundles_a_pair"] == 8 + 2
         assert found["slots"]["VSTORE"] == pytest.approx((8 * 0.5 + 2 * 0.9) / 10)
         assert found["spills"] == 14
-        assert found["bytes_a_pair"] == MIB / (64 * 512) + MIB / (128 * 256) + 12 * 1024
+        assert found["bytes_a_pair"] == MIB / (64 * 512) + MIB / (128 * 512) + 12 * 1024
 
-    def test_dense_attention_reads_again_what_its_order_leaves(self):
-        # Forward 7 more sweeps of 8192 keys and values, backward 15 of 4096 queries and gradients: over 2^18 pairs.
-        for direction, again in (("forward", 7 * 8192), ("backward", 15 * 4096)):
-            assert named("dense", direction).bytes_a_pair(HEADLINE, []) == 2 * 2 * again * 1024 / 2**18
+    def test_dense_attention_reads_a_block_a_step(self):
+        # 512 keys and values, or queries and gradients, for 512 tokens of 4 resources; 8 bytes of bias and visibility.
+        for direction in ("forward", "backward"):
+            assert named("dense", direction).bytes_a_pair(HEADLINE, []) == 2 * 2 * 512 * 1024 / (512 * 4) + 8
 
 
 class TestCompiler:
@@ -105,7 +107,7 @@ class TestCompiler:
         ]  # fmt: skip
         assert [name.rpartition(".")[2] for name in compilations] == [
             "chip_cases:kernel", "chip_cases:kernel", "gathered_cases:kernel", "gathered_cases:kernel",
-            "dense_cases:kernel", "dense_cases:kernel", "chip_cases:kernel", "decode_cases:decode", "tpu_cases:splash",
+            "dense_cases:kernels", "chip_cases:kernel", "decode_cases:decode", "tpu_cases:splash",
         ]  # fmt: skip
         shape = "m 128, d 128, heads 8, tile 512"
         assert refused == [
@@ -167,3 +169,32 @@ class TestGolden:
         for chip in TPUS:
             for direction in ("forward", "backward"):
                 assert tpu_schedule.key(row(chip, direction)) in golden["bundles_a_pair"]
+
+
+class TestCosts:
+    def rows(self) -> list[dict]:
+        found = [row(chip, direction) for chip in TPUS for direction in ("forward", "backward")]
+        return [each | {"kernel": path} for each in found for path in tpu_schedule.PATHS]
+
+    def test_both_passes_of_a_tile_are_added(self):
+        short = row(shape=HEADLINE._replace(tile=256))  # its backward pass is missing
+        found = tpu_schedule.costs([*self.rows(), short, row() | {"kernel": "splash"}, row() | {"m": 64}])
+        both = row()["nanoseconds"] + row(direction="backward")["nanoseconds"]
+        assert found["v5e"] == {path: {"512": pytest.approx(both, abs=1e-3)} for path in tpu_schedule.PATHS}
+
+    def test_half_a_path_is_refused(self):
+        with pytest.raises(ValueError, match="gathered for v6e has not both passes"):
+            tpu_schedule.costs(
+                [
+                    each
+                    for each in self.rows()
+                    if (each["chip"], each["kernel"], each["direction"]) != ("v6e", "gathered", "backward")
+                ]
+            )
+
+    def test_dispatch_goes_by_the_committed_schedules(self):
+        path = Path(tpu_schedule.__file__).parents[1] / "experiments" / "results" / "tpu_schedule.json"
+        committed = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        assert tpu_schedule.costs(committed) == dispatch.COSTS
+        assert set(dispatch.COSTS) == set(TPUS)
+        assert all(set(paths) == {"resident", "gathered", "dense"} for paths in dispatch.COSTS.values())

@@ -79,9 +79,11 @@ class BlockSparseAttentionTest:
         assert all(np.all(np.asarray(x) == 0) for x in (attention.mass, *gradients))
 
     def test_hidden_pairs(self):
+        """By their bias, or by no key of theirs being visible."""
         inputs, static = random_inputs(Shape())
         bias = inputs.pairs.bias.at[::2, 0].set(-jnp.inf)
-        self.check(inputs._replace(pairs=inputs.pairs._replace(bias=bias)), static)
+        visible = inputs.pairs.visible.at[1::4].set(0)
+        self.check(inputs._replace(pairs=inputs.pairs._replace(bias=bias, visible=visible)), static)
 
     def test_unused_slots_may_hold_anything(self):
         inputs, static = random_inputs(Shape())

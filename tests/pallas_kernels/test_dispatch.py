@@ -1,10 +1,12 @@
 """Which path a TPU takes, and that it is told apart from the others by nothing but time."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import IMPLEMENTATIONS, interface, operation
@@ -30,9 +32,21 @@ def test_every_chip_goes_from_dense_to_resident_as_pairs_become_few(chip):
 
 
 def test_long_rows_are_gathered_where_fast_memory_is_small():
-    times = {length: dispatch.modelled(problem(length, 4), length // 128, "v5p") for length in (4096, 2**20)}
-    ratio = {length: time["resident"] / time["gathered"] for length, time in times.items()}
-    assert ratio[4096] < 1 < ratio[2**20]
+    ratios = []
+    for length in (4096, 2**20):
+        long = problem(length, 4)
+        plans = {path: dispatch.PLANS[path](long) for path in ("resident", "gathered")}
+        times = dispatch.modelled(long, length // 128, "v5p", plans)
+        ratios.append(times["resident"] / times["gathered"])
+    assert ratios[0] < 1 < ratios[1]
+
+
+def test_what_a_path_refuses_is_not_chosen():
+    """Dense attention keeps the gradients of all queries in fast memory: a long batch of short rows does not fit."""
+    long = problem(2**18, 10, experts=8)
+    with pytest.raises(ValueError, match="VMEM"):
+        dispatch.PLANS["dense"](long)
+    assert dispatch.fastest(long, row_chunks=4) in ("resident", "gathered")
 
 
 def test_short_rows_in_a_batch_are_dense_although_the_batch_is_long():
@@ -61,3 +75,26 @@ def test_the_choice_is_handed_on(monkeypatch):
     inputs, static = random_inputs(Shape())
     jax.eval_shape(lambda inputs: attend.__wrapped__(inputs, static, "pallas_tpu"), inputs)
     assert called == ["gathered"]
+
+
+def test_kernels_are_the_default_where_the_compiler_need_not_divide_them(monkeypatch):
+    def pretend(kind, count):
+        monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+        monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind=kind)])
+        monkeypatch.setattr(jax, "device_count", lambda: count)
+
+    found = []
+
+    def inside(x):
+        found.append(chips.kernels_by_default())
+        return x
+
+    assert not chips.kernels_by_default()  # a CPU
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(inside, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    for kind, count, expected in (("TPU v5 lite", 1, True), ("TPU v6 lite", 2, False), ("TPU v4", 1, False)):
+        pretend(kind, count)
+        assert chips.kernels_by_default() == expected
+    pretend("TPU v5p", 8)
+    jax.eval_shape(sharded, jax.ShapeDtypeStruct((2,), jnp.float32))
+    assert found == [True]

@@ -5,9 +5,9 @@ Shapes: b sequences, l pages a sequence, m keys a page or expert, E experts, K s
 
 from collections.abc import Callable
 
-import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention.paged import tpu, xla
 from pallas_kernels.block_sparse_attention.paged.types import Slots
 
@@ -42,13 +42,9 @@ def paged_attention(
     Returns:
       A token without slots has output 0 and log-sum-exp -inf. Softmax statistics are float32.
     """
-    name = _best_for(jax.default_backend()) if implementation is None else implementation
+    name = ("pallas_tpu" if chips.kernels_by_default() else "xla") if implementation is None else implementation
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(IMPLEMENTATIONS))}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     pages, experts = (page_key, page_value), (expert_key, expert_value)
     return IMPLEMENTATIONS[name](query, query_expert, *pages, *experts, slots, norm=norm_expert_key, scale=scale)
-
-
-def _best_for(backend: str) -> str:
-    return {"tpu": "pallas_tpu"}.get(backend, "xla")

@@ -142,6 +142,11 @@ class Path(NamedTuple):
 
 def plan(problem: Problem) -> Path:
     """The largest groups of heads with which the gradients of all tokens' queries fit into fast memory."""
+    if problem.m > tpu_window.MOST_KEYS:
+        raise ValueError(
+            f"m={problem.m} keys a resource; wanted at most {tpu_window.MOST_KEYS}: smaller resources, or "
+            "implementation='pallas_tpu_resident'"
+        )
     return Path(problem, choose_layout(problem))
 
 

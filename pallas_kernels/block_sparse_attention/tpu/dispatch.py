@@ -11,29 +11,43 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention.operation import Problem
-from pallas_kernels.block_sparse_attention.tpu import resident
+from pallas_kernels.block_sparse_attention.tpu import dense, gathered, resident
 
 COSTS: Mapping[str, Mapping[str, Mapping[str, float]]] = json.loads(
     (Path(__file__).parent / "costs.json").read_text(encoding="utf-8")
 )
 """Modelled nanoseconds of one pair, forward and backward, m = 128, 1024 lanes: by chip, path and rows a tile.
 
-Written by `python -m benchmarks.tpu_schedule --costs` from the committed schedules.
+Written, with the table of all schedules, by `python -m benchmarks.tpu_schedule --costs`.
 """
 REFERENCE_WORK = 128 * 1024
+PLANS = {"resident": resident.plan, "gathered": gathered.plan, "dense": dense.plan}
 
 
 def fastest(problem: Problem, row_chunks: int) -> str:
-    """`resident`, `gathered` or `dense`, whichever `modelled` says."""
-    times = modelled(problem, row_chunks, chips.current())
+    """`resident`, `gathered` or `dense`: of those that can do it, whichever `modelled` says.
+
+    Raises:
+      ValueError: none of them can, and why each cannot.
+    """
+    plans, refusals = {}, []
+    for path, plan in PLANS.items():
+        try:
+            plans[path] = plan(problem)
+        except ValueError as refusal:
+            refusals.append(f"{path}: {refusal}")
+    if not plans:
+        raise ValueError("; ".join(refusals))
+    times = modelled(problem, row_chunks, chips.current(), plans)
     return min(times, key=times.__getitem__)
 
 
-def modelled(problem: Problem, row_chunks: int, chip: str) -> dict[str, float]:
-    """Nanoseconds of one forward and backward pass by each path: a model, for comparing them.
+def modelled(problem: Problem, row_chunks: int, chip: str, plans: Mapping[str, Any]) -> dict[str, float]:
+    """Nanoseconds of one forward and backward pass by every path of `plans`: a model, for comparing them.
 
     Args:
       row_chunks: chunks of one row of the batch; a token meets those of its own row that are complete, half of them
@@ -42,25 +56,31 @@ def modelled(problem: Problem, row_chunks: int, chip: str) -> dict[str, float]:
     limits, costs = chips.TPUS[chip], COSTS[chip]
     work = problem.m * problem.heads * problem.d / REFERENCE_WORK
     experts = problem.resources - problem.num_context
-    window = resident.plan(problem, limits.vmem).layout
-    rows = problem.tokens / max(1, row_chunks * problem.m)  # of the batch
-    # Of the windows of one row, those before a chunk do not meet it.
-    seen = experts + problem.num_context * (
-        1 / window.windows if rows >= window.windows else (1 + 1 / window.windows) / 2
-    )
-    reading = window.windows * seen * _table_bytes(problem) / limits.bandwidth * 1e9
-    pairs = {
-        "resident": _pairs(costs["resident"], problem.max_pairs, problem.max_pairs / (window.windows * seen)),
-        "gathered": _pairs(costs["gathered"], problem.max_pairs, problem.max_pairs / problem.resources),
-        "dense": problem.tokens * (row_chunks / 2 + experts) * min(costs["dense"].values()),
-    }
-    times = {path: work * time for path, time in pairs.items()}
-    return times | {"resident": max(times["resident"], reading)}
+    times = {}
+    if "resident" in plans:
+        layout = plans["resident"].layout
+        met = layout.windows * (experts + problem.num_context * _share_met(problem, row_chunks, layout.windows))
+        issue = work * _pairs(costs["resident"], problem.max_pairs, problem.max_pairs / met, layout.tile)
+        times["resident"] = max(issue, met * _table_bytes(problem) / limits.bandwidth * 1e9)
+    if "gathered" in plans:
+        rows, tile = problem.max_pairs / problem.resources, plans["gathered"].layout.tile
+        times["gathered"] = work * _pairs(costs["gathered"], problem.max_pairs, rows, tile)
+    if "dense" in plans:
+        pairs = problem.tokens * (row_chunks / 2 + experts)
+        times["dense"] = work * pairs * min(costs["dense"].values())
+    return times
 
 
-def _pairs(costs: Mapping[str, float], pairs: int, rows: float) -> float:
-    """With the best tile: the last one of a resource is half empty on average."""
-    return min(pairs * cost * (rows + int(tile) / 2) / max(rows, 1e-9) for tile, cost in costs.items())
+def _share_met(problem: Problem, row_chunks: int, windows: int) -> float:
+    """Of the context chunks, those that the tokens of one window meet: of whole rows, or of half a row and its own."""
+    rows = max(1.0, problem.tokens / max(1, row_chunks * problem.m))
+    return 1 / windows if rows >= windows else (1 / rows + 1 / windows) / 2
+
+
+def _pairs(costs: Mapping[str, float], pairs: int, rows: float, tile: int) -> float:
+    """With tiles of which the last one of a resource is half empty on average; at the cost of the nearest tile."""
+    cost = costs[min(costs, key=lambda known: abs(int(known) - tile))]
+    return pairs * cost * (rows + tile / 2) / max(rows, 1e-9)
 
 
 def _table_bytes(problem: Problem) -> int:

@@ -153,7 +153,7 @@ def _forward_kernel(
             score = jnp.where(seen, score, LOWEST)
             top = jnp.max(score, axis=0, keepdims=True)
             weight = jnp.exp2(score - top)
-            tops.append(top / LOG2_E)
+            tops.append(jnp.where(visible_ref[...] > 0, top / LOG2_E, -jnp.inf))
             totals.append(jnp.sum(weight, axis=0, keepdims=True))
             parts.append(_dot(weight.astype(value_ref.dtype), value_ref[:, lanes], (0, 0)))
         _store(output_ref, columns, parts, layout.wide)

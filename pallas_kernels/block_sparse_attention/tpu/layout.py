@@ -103,15 +103,18 @@ def from_lanes(x: Float[Array, "R m E"], layout: Layout, heads: int, d: int) -> 
     return x.reshape(resources, m, groups * layout.heads, layout.d)[:, :, :heads, :d]
 
 
-def to_stats(first: Float[Array, "T H"], second: Float[Array, "T H"], layout: Layout) -> Float[Array, "N G W 128"]:
-    """Two numbers for every token and head, in one row of lanes a token."""
+def to_stats(
+    first: Float[Array, "T H"], second: Float[Array, "T H"], layout: Layout, padding: float = 0.0
+) -> Float[Array, "N G W 128"]:
+    """Two numbers for every token and head, in one row of lanes a token; `padding` is the first of no head."""
 
-    def place(x):
-        x = jnp.pad(x, [(0, 0), (0, layout.groups * layout.heads - x.shape[1])])
+    def place(x, padding):
+        heads = [(0, 0), (0, layout.groups * layout.heads - x.shape[1])]
+        x = jnp.pad(x, heads, constant_values=padding)
         x = _windows(x, layout).reshape(layout.windows, layout.slots, layout.groups, layout.heads)
         return jnp.pad(x, [(0, 0)] * 3 + [(0, TOTAL - layout.heads)])
 
-    return jnp.concatenate([place(first), place(second)], axis=3).swapaxes(1, 2)
+    return jnp.concatenate([place(first, padding), place(second, 0.0)], axis=3).swapaxes(1, 2)
 
 
 def from_stats(x: Float[Array, "N G W 128"], layout: Layout, shape: tuple[int, int]) -> tuple:

@@ -105,7 +105,7 @@ class Path(NamedTuple):
         layout, problem, tiles = self.layout, self.problem, self._tiles(pairs, tables)
         d_output, lse, delta = cotangents
         packed = jnp.stack([_pack(x, d_output, layout) for x in (query, query_expert)], axis=1)
-        stats = layout_lib.to_stats(lse, delta, layout)
+        stats = layout_lib.to_stats(lse, delta, layout, padding=-LOWEST)  # no weight, whatever the bias
         d_rows = jnp.stack([layout_lib.to_rows(x, layout) for x in (start.query, start.query_expert)], axis=1)
         key, value, d_key, d_value = (layout_lib.to_lanes(x, layout) for x in (key, value, start.key, start.value))
         run = self._kernel(resident_kernels.backward)

@@ -67,6 +67,15 @@ def _dot(a, b, dimensions: tuple[int, int]):
     return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=F32)
 
 
+def _copy(semaphores, *pairs) -> None:
+    """From main to fast memory, at once, and waits for all."""
+    copies = [pltpu.make_async_copy(*pair, semaphores.at[i]) for i, pair in enumerate(pairs)]
+    for copy in copies:
+        copy.start()
+    for copy in copies:
+        copy.wait()
+
+
 def _rows(row, size: int = ROWS, scale: int = 1):
     return pl.ds(pl.multiple_of(row * scale, size), size)
 
@@ -176,7 +185,7 @@ def _stack(rows: list, size: int):
 def _forward_kernel(
     resource, bounds, row_ref, bias_ref, visible_ref, query_ref, key_ref, value_ref, sum_in, stats_in, lse_in,  # in
     sum_ref, stats_ref, pair_lse_ref,  # out
-    queries, outputs, stats, decays,  # scratch: the tile's rows
+    queries, outputs, stats, decays, copied,  # scratch: the tile's rows
     *, run: Run, maximum: Maximum,
 ):  # fmt: skip
     del resource, bounds, lse_in
@@ -184,8 +193,7 @@ def _forward_kernel(
 
     @pl.when(step == 0)
     def _():
-        pltpu.sync_copy(sum_in.at[group], sum_ref.at[0])
-        pltpu.sync_copy(stats_in.at[group], stats_ref.at[0])
+        _copy(copied, (sum_in.at[group], sum_ref.at[0]), (stats_in.at[group], stats_ref.at[0]))
 
     def gather(rows, first):
         for j, row in enumerate(rows):
@@ -249,7 +257,7 @@ def _backward_kernel(
     resource, bounds, row_ref, bias_ref, visible_ref, packed_ref, stats_ref, key_ref, value_ref,  # in
     d_key_in, d_value_in, d_query_in, d_bias_in,
     d_query_ref, d_bias_ref, d_key_ref, d_value_ref,  # out
-    packed, outputs, stats,  # scratch
+    packed, outputs, stats, copied,  # scratch
     *, run: Run, size: int,
 ):  # fmt: skip
     del d_bias_in
@@ -258,7 +266,7 @@ def _backward_kernel(
 
     @pl.when((step == 0) | (here == bounds[1]))
     def _():
-        pltpu.sync_copy(d_query_in.at[_phase(step, bounds), group], d_query_ref.at[0, 0])
+        _copy(copied, (d_query_in.at[_phase(step, bounds), group], d_query_ref.at[0, 0]))
 
     @pl.when((step == 0) | (resource[here] != resource[jnp.maximum(here - 1, 0)]))
     def _():
@@ -357,7 +365,7 @@ def _call(kernel, name: str, run: Run, specs, scratch, aliases, tiles: Tiles, bo
         grid=(run.layout.groups, bounds.number),
         in_specs=specs[0],
         out_specs=specs[1],
-        scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in scratch],
+        scratch_shapes=[*(pltpu.VMEM(shape, dtype) for shape, dtype in scratch), pltpu.SemaphoreType.DMA((2,))],
     )
     parameters = pltpu.CompilerParams(
         dimension_semantics=("parallel", "arbitrary"),

@@ -25,6 +25,7 @@ from pallas_kernels.block_sparse_attention.tpu.lanes import (
 from pallas_kernels.block_sparse_attention.tpu.window_kernels import Layout
 from pallas_kernels.block_sparse_attention.types import Window
 
+MOST_KEYS = 512  # of a chunk: tiles grow with it, and fast memory does not
 GROUP_ELEMENTS = 512 * 1024  # tokens of a tile times lanes of a group: what fast memory holds of ten or so arrays
 
 
@@ -76,6 +77,8 @@ LOCAL = operation.LocalWindow(window_attention, window_gradients)
 def _on_tpus(kernel: Callable, elsewhere: Callable) -> Callable:
     def either(*arguments):
         *arrays, scale = arguments
+        if arrays[1].shape[1] > MOST_KEYS:
+            return elsewhere(*arguments)
         tpu, default = (functools.partial(function, scale=scale) for function in (kernel, elsewhere))
         return jax.lax.platform_dependent(*arrays, tpu=tpu, default=default)
 
@@ -83,7 +86,7 @@ def _on_tpus(kernel: Callable, elsewhere: Callable) -> Callable:
 
 
 ON_TPUS = operation.LocalWindow(*map(_on_tpus, LOCAL, operation.XLA_WINDOW))
-"""The kernels on a TPU; elsewhere, where they would be interpreted, plain XLA."""
+"""The kernels on a TPU; plain XLA for longer chunks, and elsewhere, where kernels would be interpreted."""
 
 
 def choose_layout(shape: tuple[int, int, int], m: int) -> Layout:
