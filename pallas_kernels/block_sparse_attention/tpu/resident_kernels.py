@@ -150,8 +150,9 @@ def _own(x, job: _Job, layout: Layout):
     """Zero in the lanes of the unit's other heads, so that products over all lanes are products of the head."""
     if layout.d >= LANES:
         return x
-    lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) // layout.d
-    return jnp.where(lane == job.position, x, 0.0)
+    lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    first = job.position * layout.d
+    return jnp.where((first <= lane) & (lane < first + layout.d), x, 0.0)
 
 
 class _Sums:
