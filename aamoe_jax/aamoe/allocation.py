@@ -43,8 +43,6 @@ class Ranking(NamedTuple):
 
     scores: Float[Array, "b L K"]
     resource: Int[Array, "b L K"]
-    most: Int[Array, "b L"]
-    """Of the choices."""
     log_partition: Float[Array, "b L"] | None
     """Of eq 14, where something depends on it."""
 

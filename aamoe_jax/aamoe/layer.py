@@ -137,7 +137,7 @@ class AAMoELayer(nnx.Module):
 
     def _rank(self, choices: Choices, chunk: Int[Array, "b L"], count: Int[Array, "b L"], context: Context) -> Ranking:
         """The `count` resources of every token: its local one first where there is one, then by score."""
-        scores, available, local, most = choices
+        scores, available, local, _ = choices
         slots = self._slots(scores.shape[-1], context.max_scale) - self._local_first
         best, index = allocation_lib.top_resources(scores, available, slots, count - self._local_first)
         if self._local_first:
@@ -146,7 +146,7 @@ class AAMoELayer(nnx.Module):
         partition = None
         if self._bias_scale == "normalized" or context.detail == "resources":
             partition = allocation_lib.log_partition(scores, available, local)
-        return Ranking(best, index, most, partition)
+        return Ranking(best, index, partition)
 
     def _budgets(
         self, h: Float[Array, "b L d"], most: Int[Array, "b L"], context: Context

@@ -20,13 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import chips
 from pallas_kernels.varying import equally_varying
 
 ROWS, LANES = 8, 128  # one vector register
 BLOCK = ROWS * LANES  # tokens
 GROUP = 32  # resources in one basic block: enough to hide latencies
 TAKEN = np.iinfo(np.int32).min  # below every score's key
-VMEM_BYTES = 128 * 2**20  # the largest there is (v5e, v6e); the compiler refuses what another chip cannot hold
 VMEM_SLACK = 2 * 2**20
 
 
@@ -155,12 +155,13 @@ def _kernel(
 
 
 def vmem_bytes(resources: int, slots: int) -> int:
-    """Fast memory of a block: keys, and two buffers of whatever comes and goes. Refuses what no chip has."""
+    """Fast memory of a block: keys, and two buffers of whatever comes and goes. Refuses what the chip has not."""
+    most = chips.TPUS[chips.current()].vmem
     need = BLOCK * 4 * (3 * resources + 6 * slots + 2 * ROWS) + VMEM_SLACK
-    if need > VMEM_BYTES:
+    if need > most:
         raise ValueError(
             f"{slots} of {resources} resources need {need / 2**20:.0f} MiB of VMEM; wanted at most "
-            f"{VMEM_BYTES // 2**20}: implementation='xla' has no such bound"
+            f"{most // 2**20}: implementation='xla' has no such bound"
         )
     return need
 

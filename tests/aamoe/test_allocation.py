@@ -72,7 +72,7 @@ def test_log_prob_is_eq_15_and_probabilities_sum_to_at_most_one():
     budget = jnp.asarray(rng.uniform(0, 5, (1, 20)), jnp.float32)
     count = jnp.minimum(jnp.floor(budget).astype(jnp.int32), available.sum(-1))
     best, index = top_resources(scores, available, 7)
-    ranking = Ranking(best, index, available.sum(-1), log_partition(scores, available, None))
+    ranking = Ranking(best, index, log_partition(scores, available, None))
     result, log_prob = (allocate(ranking, budget, count, scale) for scale in ("unnormalized", "normalized"))
     log_prob = log_prob.log_prob
     for i in range(20):

@@ -23,6 +23,7 @@ from pallas_kernels.block_sparse_attention.operation import Cotangents, Gradient
 from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.tpu import gathered_kernels, window
 from pallas_kernels.block_sparse_attention.tpu.gathered_kernels import BLOCK, CHUNK, LANES, Layout, Steps, Tiles
+from pallas_kernels.block_sparse_attention.tpu.lanes import compiled_or_interpreted
 from pallas_kernels.block_sparse_attention.types import Pairs
 
 MOST_UNITS = 8  # of a pair in one group: one vector register
@@ -142,10 +143,7 @@ class Path(NamedTuple):
         return jnp.concatenate([bias - stats[:, :, : layout.heads], stats[:, :, layout.heads :]], axis=2)
 
     def _run(self, kernel, *arrays, **options):
-        """The kernel for the TPU it is compiled for; interpreted elsewhere."""
-        kernel = functools.partial(kernel, layout=self.layout, **options)
-        tpu, elsewhere = (functools.partial(kernel, interpret=interpret) for interpret in (False, True))
-        return jax.lax.platform_dependent(*arrays, tpu=tpu, default=elsewhere)
+        return compiled_or_interpreted(functools.partial(kernel, layout=self.layout, **options), *arrays)
 
 
 def plan(problem: Problem) -> Path:
