@@ -1,6 +1,7 @@
 """What every implementation of block-sparse attention must do; a subclass names the implementation."""
 
 import functools
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels.block_sparse_attention import block_sparse_attention
-from tests.pallas_kernels.cases import Inputs, Shape, Static, evaluate, number_compiled, random_inputs
+from tests.pallas_kernels.cases import (
+    SHARDED,
+    Inputs,
+    Shape,
+    Static,
+    evaluate,
+    number_compiled,
+    over_heads,
+    random_inputs,
+)
 
 NAMED = {
     "plain": Shape(),
@@ -26,6 +36,7 @@ NAMED = {
     "one key a resource": Shape(tokens=9, m=1, num_context=9, segments=1),
 }
 """Shapes differ where they must: what compiles once serves several cases, and compiling is what takes the time."""
+WINDOW_KERNELS = ("local_window_forward", "local_window_backward")
 
 
 class BlockSparseAttentionTest:
@@ -167,6 +178,22 @@ class BlockSparseAttentionTest:
         result = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr
         assert result.stdout.split() == ["2", "devices", "agree"]
+
+
+class TpuAttentionTest(BlockSparseAttentionTest):
+    """A path of TPU kernels, interpreted; `test_aot*` compiles the same kernels for the chips."""
+
+    kernels: tuple[str, ...]
+    random_shapes = 1
+
+    def test_sharded_over_devices(self):
+        """Lowered for two TPUs: jax 0.10 cannot interpret a kernel under shard_map's check of varying axes."""
+        mesh = jax.sharding.AbstractMesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+        inputs, static = random_inputs(SHARDED)
+        run = jax.jit(over_heads(mesh, static, self.implementation))
+        program = run.trace(inputs).lower(lowering_platforms=("tpu",)).as_text()
+        assert sorted(re.findall(r'kernel_name = "(\w+)"', program)) == sorted(self.kernels + WINDOW_KERNELS)
+        assert program.count("all_reduce") == 3  # gradients of both biases, and the mass
 
 
 @st.composite

@@ -4,11 +4,15 @@ Letters: T tokens, K slots, R resources, m keys a resource, H heads, d head size
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.block_sparse_attention import Attention, Pairs, Window, block_sparse_attention
 
@@ -88,7 +92,7 @@ def evaluate(inputs: Inputs, static: Static, implementation: str) -> tuple[Atten
     return _evaluate(inputs, static, implementation)
 
 
-def _attention_and_gradients(inputs: Inputs, static: Static, implementation: str):
+def attention_and_gradients(inputs: Inputs, static: Static, implementation: str):
     def loss(query, query_expert, key, value, pair_bias, window_bias):
         window = None if inputs.window is None else inputs.window._replace(bias=window_bias)
         pairs = inputs.pairs._replace(bias=pair_bias)
@@ -113,7 +117,25 @@ def _attention_and_gradients(inputs: Inputs, static: Static, implementation: str
     return attention, Gradients(*gradients)
 
 
-_evaluate = jax.jit(_attention_and_gradients, static_argnums=(1, 2))
+_evaluate = jax.jit(attention_and_gradients, static_argnums=(1, 2))
+SHARDED = Shape(heads=4, bounded=True)
+
+
+def over_heads(
+    mesh: Mesh | AbstractMesh, static: Static, implementation: str
+) -> Callable[[Inputs], tuple[Attention, Gradients]]:
+    """`evaluate` with the heads over the axis `tensor` of a mesh, tables replicated."""
+    head, table, pairs = P(None, "tensor"), P(None, None, "tensor"), Pairs(P(), P(), P(), P())
+    specs = Inputs(head, head, table, table, pairs, Window(P(), P()), head, head, P())
+    # Bias is replicated: its gradient and the mass are sums over the devices' heads.
+    outputs = Attention(head, head, P()), Gradients(head, head, table, table, P(), P())
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs,), out_specs=outputs)
+    def run(inputs: Inputs):
+        attention, gradients = attention_and_gradients(inputs, static, implementation)
+        return attention._replace(mass=jax.lax.pmean(attention.mass, "tensor")), gradients
+
+    return run
 
 
 def number_compiled() -> int:

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.block_sparse_attention import block_sparse_attention, interface, operation
 from pallas_kernels.block_sparse_attention.tpu import resident
 from pallas_kernels.block_sparse_attention.tpu.layout import Layout
-from tests.pallas_kernels.base import BlockSparseAttentionTest, assert_close, attend
+from tests.pallas_kernels.base import BlockSparseAttentionTest, TpuAttentionTest, assert_close, attend
 from tests.pallas_kernels.cases import Inputs, Shape, Static, evaluate, naive, random_inputs
 
 
@@ -46,15 +46,9 @@ class TestXla(BlockSparseAttentionTest):
         assert sizes[1] - sizes[0] < score_bytes
 
 
-class TestPallasTpuResident(BlockSparseAttentionTest):
-    """Interpreted here; `test_aot` compiles the same kernels for the chips."""
-
+class TestPallasTpuResident(TpuAttentionTest):
     implementation = "pallas_tpu_resident"
-    random_shapes = 1
-
-    @pytest.mark.skip(reason="jax 0.10 cannot interpret a kernel under shard_map's check of varying axes")
-    def test_sharded_over_devices(self):
-        """The kernels say over which axes their results vary; the interpreter does not follow."""
+    kernels = tuple(f"block_sparse_attention_{name}" for name in ("forward", "forward_running", "backward"))
 
     @pytest.mark.parametrize(("heads", "d"), [(5, 256), (3, 64)])
     def test_whole_registers_and_groups_of_heads(self, heads, d):

@@ -13,17 +13,14 @@ from pallas_kernels.block_sparse_attention import Pairs
 from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, LocalWindow, Problem
 from pallas_kernels.block_sparse_attention.tpu import dense
 from pallas_kernels.block_sparse_attention.tpu import window as tpu_window
-from tests.pallas_kernels.base import BlockSparseAttentionTest, assert_close
+from tests.pallas_kernels.base import TpuAttentionTest, assert_close
 from tests.pallas_kernels.cases import Inputs, Shape, random_inputs
 
 
-class TestPallasTpuDense(BlockSparseAttentionTest):
+class TestPallasTpuDense(TpuAttentionTest):
     implementation = "pallas_tpu_dense"
+    kernels = ("dense_attention_forward", "dense_attention_backward")
     random_shapes = 2
-
-    @pytest.mark.skip(reason="jax 0.10 cannot interpret a kernel under shard_map's check of varying axes")
-    def test_sharded_over_devices(self):
-        """The kernels say over which axes their results vary; the interpreter does not follow."""
 
     def test_groups_of_heads(self):
         self.check(*random_inputs(Shape(tokens=16, m=8, num_context=2, heads=5, d=256)))

@@ -4,17 +4,13 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.block_sparse_attention.tpu import gathered
-from tests.pallas_kernels.base import BlockSparseAttentionTest
+from tests.pallas_kernels.base import TpuAttentionTest
 from tests.pallas_kernels.cases import Shape, random_inputs
 
 
-class TestGathered(BlockSparseAttentionTest):
+class TestGathered(TpuAttentionTest):
     implementation = "pallas_tpu_gathered"
-    random_shapes = 1
-
-    @pytest.mark.skip(reason="jax 0.10 cannot interpret a kernel under shard_map's check of varying axes")
-    def test_sharded_over_devices(self):
-        """The kernels say over which axes their results vary; the interpreter does not follow."""
+    kernels = tuple(f"gathered_{name}" for name in ("forward", "merge", "backward", "add"))
 
     @pytest.mark.parametrize(
         ("heads", "d", "dtype", "rtol"),
