@@ -85,9 +85,11 @@ SHAPES = {
     "short": Shape(128, 128, 8, 256),
     "long": Shape(256, 128, 8, 512),
     "wide": Shape(256, 256, 4, 512),
+    "longest": Shape(512, 128, 8, 512),
     "small": Shape(64, 128, 8, 512),
+    "narrow": Shape(128, 64, 16, 512),
 }
-"""`short` tiles, `long` resources, `wide` heads, `small` resources."""
+"""`short` tiles, `long` resources, `wide` heads, `longest` and `small` resources, `narrow` heads."""
 COSTS = Path(block_sparse_attention.__file__).parent / "tpu" / "costs.json"
 
 

@@ -32,6 +32,11 @@ def _by_sorting(
 IMPLEMENTATIONS = {"xla": _by_sorting, "pallas_tpu": tpu.select}
 
 
+def _fastest(resources: int, slots: int) -> str:
+    """The kernel where kernels are the default and fast memory holds what it works on."""
+    return "pallas_tpu" if chips.kernels_by_default() and tpu.fits(resources, slots) else "xla"
+
+
 def select(
     score: Float[Array, "b L A"],
     slots: int,
@@ -49,12 +54,12 @@ def select(
       slots: K, at most A.
       count: how many slots of each token are wanted; None: all. On a TPU the work follows the largest count of every
         1024 tokens.
-      implementation: a name in IMPLEMENTATIONS; None picks the best for the device.
+      implementation: a name in IMPLEMENTATIONS; None picks the best for the device and the number of resources.
 
     Returns:
       `Selection`; bit for bit the same from every implementation. Its scores carry gradients to the selected entries.
     """
-    name = ("pallas_tpu" if chips.kernels_by_default() else "xla") if implementation is None else implementation
+    name = _fastest(score.shape[2], slots) if implementation is None else implementation
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(IMPLEMENTATIONS))}")
     if score.dtype != jnp.float32:

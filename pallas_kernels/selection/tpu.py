@@ -21,9 +21,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import chips
+from pallas_kernels.tpu import LANES, ROWS, compiled_or_interpreted, round_up
 from pallas_kernels.varying import equally_varying
 
-ROWS, LANES = 8, 128  # one vector register
 BLOCK = ROWS * LANES  # tokens
 GROUP = 32  # resources in one basic block: enough to hide latencies
 TAKEN = np.iinfo(np.int32).min  # below every score's key
@@ -33,9 +33,18 @@ VMEM_SLACK = 2 * 2**20
 def select(
     score: Float[Array, "b L A"], count: Int[Array, "b L"], slots: int
 ) -> tuple[Int[Array, "b L K"], Float[Array, "b L K"]]:
-    """See `interface.select`."""
+    """See `interface.select`.
+
+    Raises:
+      ValueError: the chip's fast memory does not hold a block of so many resources.
+    """
     if 0 in (count.size, slots):
         return jnp.zeros((*count.shape, slots), jnp.int32), jnp.zeros((*count.shape, slots))
+    if not fits(score.shape[2], slots):
+        raise ValueError(
+            f"{slots} of {score.shape[2]} resources need {vmem_bytes(score.shape[2], slots) / 2**20:.0f} MiB of VMEM; "
+            f"wanted at most {chips.TPUS[chips.current()].vmem // 2**20}: implementation='xla' has no such bound"
+        )
     return _select(slots, score.shape[2], *equally_varying((score, count)))
 
 
@@ -54,8 +63,7 @@ def _forward(slots, resources, score, count):
     padded = jnp.pad(jnp.clip(count, 0, slots), ((0, 0), (0, padding)))
     arrays = padded.reshape(len(padded), -1, BLOCK).max(-1), score, padded[:, None]
     run = functools.partial(_call, slots=slots, resources=resources)
-    tpu, elsewhere = (functools.partial(run, interpret=interpret) for interpret in (False, True))
-    selected = jax.lax.platform_dependent(*arrays, tpu=tpu, default=elsewhere)
+    selected = compiled_or_interpreted(run, *arrays)
     resource, best = (x[:, :slots, : count.shape[1]].swapaxes(1, 2).reshape(*shape, slots) for x in selected)
     return (resource, best), (count.reshape(shape), resource)
 
@@ -155,15 +163,14 @@ def _kernel(
 
 
 def vmem_bytes(resources: int, slots: int) -> int:
-    """Fast memory of a block: keys, and two buffers of whatever comes and goes. Refuses what the chip has not."""
-    most = chips.TPUS[chips.current()].vmem
-    need = BLOCK * 4 * (3 * resources + 6 * slots + 2 * ROWS) + VMEM_SLACK
-    if need > most:
-        raise ValueError(
-            f"{slots} of {resources} resources need {need / 2**20:.0f} MiB of VMEM; wanted at most "
-            f"{most // 2**20}: implementation='xla' has no such bound"
-        )
-    return need
+    """Fast memory of a block: keys, and two buffers of whatever comes and goes."""
+    resources, slots = round_up(resources, GROUP), round_up(slots, ROWS)
+    return BLOCK * 4 * (3 * resources + 6 * slots + 2 * ROWS) + VMEM_SLACK
+
+
+def fits(resources: int, slots: int) -> bool:
+    """Whether the fast memory of the TPU that code is traced for holds a block."""
+    return vmem_bytes(resources, slots) <= chips.TPUS[chips.current()].vmem
 
 
 def _call(
@@ -176,7 +183,7 @@ def _call(
     interpret: bool,
 ) -> tuple[Int[Array, "b S M"], Float[Array, "b S M"]]:
     group = 8 if interpret else GROUP  # interpreted, every resource is compiled as a slice of a whole array
-    padded, slots = -(-resources // group) * group, -(-slots // ROWS) * ROWS
+    padded, slots = round_up(resources, group), round_up(slots, ROWS)
     # Inside shard_map a kernel must say over which axes of the mesh its results vary: over those of its arguments.
     varying = jax.typeof(score).manual_axis_type
     shape = functools.partial(jax.ShapeDtypeStruct, (len(score), slots, score.shape[2]), manual_axis_type=varying)

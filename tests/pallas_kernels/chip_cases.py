@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.block_sparse_attention import Pairs, block_sparse_attention
 from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
 from pallas_kernels.block_sparse_attention.tpu import resident, resident_kernels
-from pallas_kernels.block_sparse_attention.tpu.layout import LANES, ROWS
+from pallas_kernels.tpu import LANES, ROWS
 
 RESOURCES, TILES = 32, 64
 INT, F32 = jnp.int32, jnp.float32

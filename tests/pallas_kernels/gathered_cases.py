@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.block_sparse_attention import Pairs, block_sparse_attention
 from pallas_kernels.block_sparse_attention.tpu import gathered, gathered_kernels
-from pallas_kernels.block_sparse_attention.tpu.gathered_kernels import BLOCK, CHUNK, LANES, Steps, Tiles
+from pallas_kernels.block_sparse_attention.tpu.gathered_kernels import BLOCK, CHUNK, Steps, Tiles
+from pallas_kernels.tpu import LANES
 
 RESOURCES, TILES, BLOCKS, CHUNKS = 32, 64, 16, 128
 INT, F32 = jnp.int32, jnp.float32

@@ -66,7 +66,7 @@ def attention(*, tokens: int, heads: int, d: int, m: int, experts: int, pairs: i
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
     query, table = shape((tokens, heads, d)), shape((tokens // m + experts, m, heads, d))
     slots = [jax.ShapeDtypeStruct((tokens, 16), kind) for kind in (INT, F32, INT)]
-    static = {"num_context": tokens // m, "max_pairs": pairs * tokens, "scale": d**-0.5}
+    static = {"num_context": tokens // m, "max_pairs": pairs * tokens, "scale": d**-0.5, "max_score": None}
 
     def loss(query, query_expert, key, value, bias, pairs):
         result = path.attend(query, query_expert, key, value, pairs._replace(bias=bias), None, **static)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import chips
 from pallas_kernels.selection import IMPLEMENTATIONS, select
 
 ROWS, LENGTH, RESOURCES, SLOTS = 2, 19, 37, 9
@@ -133,6 +134,15 @@ def test_tokens_over_the_devices_of_a_mesh():
     command = [sys.executable, "-m", "tests.pallas_kernels.sharded_selection"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.stdout.splitlines()[-1:] == ["2 devices agree"], result.stderr
+
+
+@pytest.mark.parametrize(("chip", "expected"), [("v5e", "pallas_call"), ("v5p", "top_k")])
+def test_by_default_the_kernel_gives_way_where_fast_memory_is_short(chip, expected, monkeypatch):
+    """8000 resources need 97 MiB: v5e has 128, v5p 64."""
+    monkeypatch.setattr(chips, "kernels_by_default", lambda: True)
+    with chips.assume(chip):
+        program = str(jax.make_jaxpr(lambda score: select(score, 4))(jnp.zeros((1, 8, 8000))))
+    assert [name for name in ("pallas_call", "top_k") if name in program] == [expected]
 
 
 def test_what_cannot_work_is_refused():

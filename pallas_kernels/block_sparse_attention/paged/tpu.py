@@ -24,10 +24,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_sparse_attention.paged.types import Slots
+from pallas_kernels.tpu import F32, LANES, ROWS, compiled_or_interpreted, dot, round_up
 from pallas_kernels.varying import equally_varying
 
-F32 = jnp.float32
-ROWS, LANES = 8, 128  # one vector register
 VMEM_SLACK = 4 * 2**20  # what the compiler wants beside the buffers
 
 
@@ -93,9 +92,8 @@ def attend(
     # Blocks have two axes at least.
     consts = [x.reshape((1,) * (2 - x.ndim) + x.shape) for x in normed.consts]
     run = functools.partial(call, static=Static(heads, num_pages, scale, normed.jaxpr))
-    tpu, elsewhere = (functools.partial(run, interpret=interpret) for interpret in (False, True))
     arrays = equally_varying((_sequences(slots), ranges, queries, tables, consts))
-    output, lse = jax.lax.platform_dependent(*arrays, tpu=tpu, default=elsewhere)
+    output, lse = compiled_or_interpreted(run, *arrays)
     return output.reshape(query.shape), lse[:, :heads, 0]
 
 
@@ -137,8 +135,6 @@ def _kernel(
     i, sequence_count = pl.program_id(0), pl.num_programs(0)
     count, dtype, (h, width) = sequences.count[i], queries.dtype, sums.shape
     d, m = width // static.heads, buffers.page_key.shape[1]
-    precision = jax.lax.Precision.HIGHEST if dtype == F32 else None
-    dot = functools.partial(jax.lax.dot_general, precision=precision, preferred_element_type=F32)
 
     def each_copy(sequence, resource, buffer, apply):
         page, expert = sequence * static.num_pages + resource, resource - static.num_pages
@@ -173,14 +169,14 @@ def _kernel(
         is_expert = resource >= static.num_pages
         pl.when(is_expert)(lambda: _norm_expert(buffers, buffer, consts, static))
         either = jnp.where(is_expert, query_expert, query)
-        score = dot(either, buffers.page_key[buffer], (((1,), (1,)), ((), ())))
+        score = dot(either, buffers.page_key[buffer], (1, 1))
         seen = (ranges.begin[0, 0, k] <= key) & (key < ranges.end[0, 0, k])
         score = jnp.where(seen, score * static.scale + ranges.bias[0, 0, k], -jnp.inf)
         new = jnp.maximum(top, jnp.max(score, axis=1, keepdims=True))
         # Until a key has been seen there is no maximum to subtract.
         finite = jnp.where(new > -jnp.inf, new, 0.0)
         weight, keep = jnp.exp(score - finite), jnp.exp(top - finite)
-        added = dot(weight.astype(dtype), buffers.page_value[buffer], (((1,), (0,)), ((), ())))
+        added = dot(weight.astype(dtype), buffers.page_value[buffer], (1, 0))
         sums[...] = keep * sums[...] + added
         return new, keep * total + jnp.sum(weight, axis=1, keepdims=True)
 
@@ -207,7 +203,7 @@ def call(
       consts: what `static.norm` closes over.
     """
     (rows, _, width), m, slots = queries.shape, tables.page_key.shape[1], ranges.bias.shape[2]
-    h = -(-static.heads // ROWS) * ROWS
+    h = round_up(static.heads, ROWS)
     # Inside shard_map a kernel must say over which axes of the mesh its results vary: over those of its arguments.
     out = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(queries).manual_axis_type)
 

@@ -24,16 +24,9 @@ from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.tpu import dense_kernels
 from pallas_kernels.block_sparse_attention.tpu import window as tpu_window
 from pallas_kernels.block_sparse_attention.tpu.dense_kernels import Layout, Rows, Steps
-from pallas_kernels.block_sparse_attention.tpu.lanes import (
-    LANES,
-    compiled_or_interpreted,
-    group_heads,
-    pad_rows,
-    round_up,
-    side_by_side,
-    to_stats,
-)
+from pallas_kernels.block_sparse_attention.tpu.lanes import group_heads, pad_rows, side_by_side, to_stats
 from pallas_kernels.block_sparse_attention.types import Pairs
+from pallas_kernels.tpu import LANES, compiled_or_interpreted, round_up
 
 SUBLANES = 16  # rows of a register of bfloat16; float32 has half as many
 GROUP = 1024  # lanes of a head group: more make code that takes long to compile

@@ -10,7 +10,6 @@ t tokens a tile, c tiles.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -19,9 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-F32 = jnp.float32
-LOWEST = -1e30  # the maximum of nothing: finite, so that differences are numbers
-LOG2_E = math.log2(math.e)
+from pallas_kernels.tpu import F32, LOG2_E, LOWEST, dot
 
 
 class Layout(NamedTuple):
@@ -60,14 +57,6 @@ class Rows(NamedTuple):
 
     bias: Float[Array, "B n T"]
     visible: Int[Array, "B n T"]  # 0: the token does not meet the resource
-
-
-def dot(a, b, dimensions: tuple[int, int]):
-    """The matrix product that contracts one dimension of each, in float32."""
-    # Products of bfloat16 are exact in float32; float32 asks for all its passes.
-    precision = jax.lax.Precision.HIGHEST if a.dtype == F32 else None
-    contract = ((dimensions[:1], dimensions[1:]), ((), ()))
-    return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=F32)
 
 
 def in_turn(heads: int, scores, weights, use) -> None:

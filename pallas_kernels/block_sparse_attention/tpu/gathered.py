@@ -22,9 +22,9 @@ from pallas_kernels.block_sparse_attention import tables as tables_lib
 from pallas_kernels.block_sparse_attention.operation import Cotangents, Gradients, Inputs, Partial, Problem
 from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.tpu import gathered_kernels, window
-from pallas_kernels.block_sparse_attention.tpu.gathered_kernels import BLOCK, CHUNK, LANES, Layout, Steps, Tiles
-from pallas_kernels.block_sparse_attention.tpu.lanes import compiled_or_interpreted
+from pallas_kernels.block_sparse_attention.tpu.gathered_kernels import BLOCK, CHUNK, Layout, Steps, Tiles
 from pallas_kernels.block_sparse_attention.types import Pairs
+from pallas_kernels.tpu import LANES, compiled_or_interpreted
 
 MOST_UNITS = 8  # of a pair in one group: one vector register
 NOTHING = 1e30  # log-sum-exp of heads that are padding: weights of 0, and finite, for products with a one-hot

@@ -12,7 +12,6 @@ blocks), S steps of the sums.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -21,12 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-F32, U32 = jnp.float32, jnp.uint32
-LANES = 128
+from pallas_kernels.tpu import F32, LANES, LOG2_E, LOWEST, dot
+
+U32 = jnp.uint32
 BLOCK = 128  # tokens whose sums stay in fast memory
 CHUNK = 512  # pairs a step of the sums: enough of them to hide latencies
-LOWEST = -1e30  # the score of what is not seen: finite, so that a padding row is no NaN
-LOG2_E = math.log2(math.e)  # the hardware has powers of two: the factor goes where one is needed anyway
 HIGH = 0xFFFF0000  # the second bfloat16 of a word
 VMEM_BYTES = 60 * 2**20  # what the smallest chips have, less what the compiler wants; the blocks take half of it
 HALF = 0x8000  # half a unit in the last place of a bfloat16
@@ -82,13 +80,6 @@ class Steps(NamedTuple):
     chunk: Int[Array, "S"]
     count: Int[Array, "1"]
     token: Int[Array, "1 P"]  # of every pair; out of range past the last
-
-
-def _dot(a, b, dimensions: tuple[int, int]):
-    # Products of bfloat16 are exact in float32; float32 asks for all its passes.
-    precision = jax.lax.Precision.HIGHEST if a.dtype == F32 else None
-    contract = ((dimensions[:1], dimensions[1:]), ((), ()))
-    return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=F32)
 
 
 def _bits(x, dtype):
@@ -149,13 +140,13 @@ def _forward_kernel(
         x, parts = _load(query_ref, columns, layout.tile, layout), []
         for position, h in enumerate(heads):
             lanes = slice(h * layout.d, (h + 1) * layout.d)
-            score = _dot(key_ref[:, lanes], _head(x, position, layout), (1, 1)) * (scale * LOG2_E)
+            score = dot(key_ref[:, lanes], _head(x, position, layout), (1, 1)) * (scale * LOG2_E)
             score = jnp.where(seen, score, LOWEST)
             top = jnp.max(score, axis=0, keepdims=True)
             weight = jnp.exp2(score - top)
             tops.append(jnp.where(visible_ref[...] > 0, top / LOG2_E, -jnp.inf))
             totals.append(jnp.sum(weight, axis=0, keepdims=True))
-            parts.append(_dot(weight.astype(value_ref.dtype), value_ref[:, lanes], (0, 0)))
+            parts.append(dot(weight.astype(value_ref.dtype), value_ref[:, lanes], (0, 0)))
         _store(output_ref, columns, parts, layout.wide)
     stats_ref[...] = jnp.concatenate([*tops, *totals], axis=0)
 
@@ -182,14 +173,14 @@ def _backward_kernel(
             q, do = (_head(x, position, layout) for x in (queries, cotangents))
             k, v = key_ref[:, lanes], value_ref[:, lanes]
             shift, delta = (stats_ref[i : i + 1, :] for i in (h, layout.heads + h))
-            score = _dot(k, q, (1, 1)) * (scale * LOG2_E) + shift * LOG2_E
+            score = dot(k, q, (1, 1)) * (scale * LOG2_E) + shift * LOG2_E
             weight = jnp.where(seen, jnp.exp2(score), 0.0)
-            d_value_ref[:, lanes] += _dot(weight.astype(dtype), do, (1, 0))
-            d_score = weight * (_dot(v, do, (1, 1)) - delta)
+            d_value_ref[:, lanes] += dot(weight.astype(dtype), do, (1, 0))
+            d_score = weight * (dot(v, do, (1, 1)) - delta)
             d_bias += jnp.sum(d_score, axis=0, keepdims=True)
             d_score = d_score.astype(dtype)
-            d_key_ref[:, lanes] += _dot(d_score, q, (1, 0))
-            parts.append(_dot(d_score, k, (0, 0)))
+            d_key_ref[:, lanes] += dot(d_score, q, (1, 0))
+            parts.append(dot(d_score, k, (0, 0)))
         _store(d_query_ref, columns, parts, layout)
     d_bias_ref[...] = d_bias
 
@@ -213,7 +204,7 @@ def _merge_kernel(
 
     own = _own(block, token_ref)
     ones = own.astype(F32).astype(jnp.bfloat16)
-    lse = sum(_dot(part, ones, (1, 0)) for part in _parts(lse_ref[...], 3))  # of the token, for every pair
+    lse = sum(dot(part, ones, (1, 0)) for part in _parts(lse_ref[...], 3))  # of the token, for every pair
     weight = jnp.exp(stats_ref[: layout.heads, :] - lse)
     share = jnp.sum(weight * stats_ref[layout.heads :, :], axis=0, keepdims=True)
     mine = jnp.max(own.astype(F32), axis=0, keepdims=True) > 0  # other blocks' pairs of this chunk are theirs
@@ -225,7 +216,7 @@ def _merge_kernel(
         lanes = slice(heads[0] * layout.d, (heads[-1] + 1) * layout.d)
         x = _load(rows_ref, columns, CHUNK, layout.wide)[:, : lanes.stop - lanes.start]
         x *= factor[0] if len(heads) == 1 else jnp.concatenate(factor, axis=1)
-        output_ref[:, lanes] += sum(_dot(ones, part, (1, 0)) for part in _parts(x, 4 - layout.halves))
+        output_ref[:, lanes] += sum(dot(ones, part, (1, 0)) for part in _parts(x, 4 - layout.halves))
 
 
 def _width(layout: Layout) -> int:
@@ -263,7 +254,7 @@ def _sum_kernel(
         x = _load(rows_ref, columns, CHUNK, layout)[:, : lanes.stop - lanes.start]
         parts = _parts(x, 3)
         for kind, ones in enumerate(kinds):
-            total_ref[kind, :, lanes] += sum(_dot(ones, part, (1, 0)) for part in parts)
+            total_ref[kind, :, lanes] += sum(dot(ones, part, (1, 0)) for part in parts)
 
 
 def _call(kernel, name: str, grid, specs, shapes, scalars, arrays, *, flops: int, exps: int, interpret: bool):

@@ -4,18 +4,10 @@ Shapes: N rows, M after padding, T tokens, W tokens padded to whole tiles, H hea
 h heads a group, E lanes of all groups.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-LANES = 128  # of a register
-
-
-def round_up(x: int, multiple: int) -> int:
-    """The least multiple that is no less."""
-    return -(-x // multiple) * multiple
+from pallas_kernels.tpu import LANES, round_up
 
 
 def group_heads(heads: int, d: int, lanes: int) -> tuple[int, int, int]:
@@ -42,9 +34,3 @@ def to_stats(x: Float[Array, "T H"], layout, fill: float) -> Float[Array, "G h W
     """A row over tokens for every head; `layout` also has tiles and tokens a tile."""
     x = pad_rows(pad_rows(x, layout.tiles * layout.tile, fill).T, layout.groups * layout.heads, fill)
     return x.reshape(layout.groups, layout.heads, -1)
-
-
-def compiled_or_interpreted(kernel, *arrays):
-    """The kernel for the TPU it is compiled for; interpreted elsewhere."""
-    tpu, elsewhere = (functools.partial(kernel, interpret=interpret) for interpret in (False, True))
-    return jax.lax.platform_dependent(*arrays, tpu=tpu, default=elsewhere)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-ROWS, LANES = 8, 128  # one vector register
+from pallas_kernels.tpu import LANES, ROWS, round_up
+
 GROUP = ROWS * LANES  # lanes of a token in one group
 TOTAL = 64  # two statistics for every head of a group: one in lane h, one in lane TOTAL + h
 
@@ -36,7 +37,7 @@ class Layout(NamedTuple):
     @property
     def lanes(self) -> int:
         """Lanes of a group in the keys and values: whole registers."""
-        return -(-self.heads * self.d // LANES) * LANES
+        return round_up(self.heads * self.d, LANES)
 
     @property
     def rows_a_unit(self) -> int:
@@ -55,7 +56,7 @@ def choose(tokens: int, heads: int, d: int, rows: float, most_tokens: int) -> La
 
     Windows of equal size, of at most `most_tokens`.
     """
-    d = 2 ** math.ceil(math.log2(d)) if d < LANES else -(-d // LANES) * LANES
+    d = 2 ** math.ceil(math.log2(d)) if d < LANES else round_up(d, LANES)
     if d > GROUP:
         raise ValueError(f"head size {d}; wanted at most {GROUP}")
     groups = -(-heads // min(TOTAL, GROUP // d))

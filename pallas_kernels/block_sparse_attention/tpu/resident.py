@@ -22,9 +22,10 @@ from pallas_kernels.block_sparse_attention.tables import Tables
 from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
 from pallas_kernels.block_sparse_attention.tpu import resident_kernels, window
-from pallas_kernels.block_sparse_attention.tpu.layout import GROUP, LANES, ROWS, Layout
-from pallas_kernels.block_sparse_attention.tpu.resident_kernels import LOG2E, LOWEST, Bounds, Maximum, Run, Tiles
+from pallas_kernels.block_sparse_attention.tpu.layout import GROUP, Layout
+from pallas_kernels.block_sparse_attention.tpu.resident_kernels import Bounds, Maximum, Run, Tiles
 from pallas_kernels.block_sparse_attention.types import Pairs
+from pallas_kernels.tpu import LANES, LOG2_E, LOWEST, ROWS, compiled_or_interpreted
 
 VMEM_SLACK = 8 * 2**20  # what the compiler wants beside the arrays: scores of a tile, spilled registers
 SAFE_SCORE = 30.0  # exp(-2 * 30), the least that the largest weight can be, is far from the smallest float32
@@ -67,9 +68,9 @@ class Path(NamedTuple):
 
     def _forward_running(self, inputs, tables, start):
         total = (start.lse > -jnp.inf).astype(jnp.float32)
-        top = jnp.maximum(start.lse * LOG2E, LOWEST)
+        top = jnp.maximum(start.lse * LOG2_E, LOWEST)
         sums, (top, total), pair_lse = self._run_forward("running", inputs, tables, start.output, top, total)
-        lse = jnp.log(total) + top / LOG2E
+        lse = jnp.log(total) + top / LOG2_E
         return Partial(_divide(sums, total), lse), self._mass(pair_lse, lse, tables)
 
     def _run_forward(self, maximum: Maximum, inputs: Inputs, tables: Tables, output, first, total):
@@ -89,7 +90,7 @@ class Path(NamedTuple):
         pair_lse = jnp.zeros_like(sums, shape=(layout.groups, len(tiles.resource), layout.heads, layout.tile))
         pair_lse, (sums, stats) = jax.lax.scan(window, pair_lse, (rows, sums, stats, self._bounds(tables)))
         sums = layout_lib.from_rows(sums, layout, query.shape)
-        return sums, layout_lib.from_stats(stats, layout, query.shape[:2]), pair_lse / LOG2E
+        return sums, layout_lib.from_stats(stats, layout, query.shape[:2]), pair_lse / LOG2_E
 
     def _mass(self, pair_lse: Float[Array, "G N h t"], lse: Float[Array, "T H"], tables: Tables):
         """Share of the whole on every slot's pair, mean over heads."""
@@ -149,14 +150,12 @@ class Path(NamedTuple):
         return Bounds(first, experts, jnp.maximum(last - first, 1))
 
     def _kernel(self, kernel):
-        """The kernel for the TPU that it is compiled for; interpreted elsewhere."""
-        problem = self.problem
-        size = vmem_bytes(self.layout, problem.m, problem.dtype.itemsize)
-        tpu, elsewhere = (
-            functools.partial(kernel, run=Run(self.layout, problem.scale, size, interpret))
-            for interpret in (False, True)
-        )
-        return lambda *arrays: jax.lax.platform_dependent(*arrays, tpu=tpu, default=elsewhere)
+        problem, size = self.problem, vmem_bytes(self.layout, self.problem.m, self.problem.dtype.itemsize)
+
+        def call(*arrays, interpret: bool):
+            return kernel(*arrays, run=Run(self.layout, problem.scale, size, interpret))
+
+        return functools.partial(compiled_or_interpreted, call)
 
 
 def plan(problem: Problem, vmem: int | None = None) -> Path:

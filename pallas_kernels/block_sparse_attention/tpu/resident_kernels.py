@@ -11,7 +11,6 @@ keys a resource, E lanes of all groups; S rows of a token, 8 or 16.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -21,14 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.block_sparse_attention.tpu.layout import LANES, ROWS, TOTAL, Layout
+from pallas_kernels.block_sparse_attention.tpu.layout import TOTAL, Layout
+from pallas_kernels.tpu import F32, LANES, LOG2_E, ROWS, dot
 
-F32 = jnp.float32
-LOG2E = math.log2(math.e)
 BATCH = 8  # tokens whose sums are read before the first is written: rows of a tile are different tokens
 UNROLL = 32  # rows in one basic block: enough to hide the latency of a load
 COLUMNS = 256  # tokens whose scores are worked on together: their registers do not spill
-LOWEST = -1e30  # the maximum of nothing: finite, so that differences are numbers
 
 Maximum = Literal["bounded", "running"]
 """What scores are measured from: 0, where the caller has made sure that they stay small; or the largest seen so far."""
@@ -58,13 +55,6 @@ class Run(NamedTuple):
     scale: float
     vmem_bytes: int
     interpret: bool
-
-
-def _dot(a, b, dimensions: tuple[int, int]):
-    # Products of bfloat16 are exact in float32; float32 asks for all its passes.
-    precision = jax.lax.Precision.HIGHEST if a.dtype == F32 else None
-    contract = ((dimensions[:1], dimensions[1:]), ((), ()))
-    return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=F32)
 
 
 def _copy(semaphores, *pairs) -> None:
@@ -205,15 +195,15 @@ def _forward_kernel(
     _for_rows(row_ref, run.interpret, gather)
     before = stats[...].T if running else None
     seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
-    bias, sums, jobs = bias_ref[0] * LOG2E, _Sums(outputs, layout), _Job.all_of(layout)
+    bias, sums, jobs = bias_ref[0] * LOG2_E, _Sums(outputs, layout), _Job.all_of(layout)
 
     def score(job, _):
         query = _own(_load(queries, job, layout), job, layout).astype(key_ref.dtype)
-        return _dot(key_ref[0, :, job.lanes(layout)], query, (1, 1))
+        return dot(key_ref[0, :, job.lanes(layout)], query, (1, 1))
 
     def softmax(job, score):
         columns = job.columns(layout)
-        score = jnp.where(seen[:, columns], score * (run.scale * LOG2E) + bias[:, columns], -jnp.inf)
+        score = jnp.where(seen[:, columns], score * (run.scale * LOG2_E) + bias[:, columns], -jnp.inf)
         if running:
             top = jnp.maximum(before[job.head : job.head + 1, columns], jnp.max(score, axis=0, keepdims=True))
             score = score - top
@@ -224,7 +214,7 @@ def _forward_kernel(
 
     def output(job, state):
         weight, total, other = state
-        sums.add(job, _dot(weight, value_ref[0, :, job.lanes(layout)], (0, 0)))
+        sums.add(job, dot(weight, value_ref[0, :, job.lanes(layout)], (0, 0)))
         return total, other
 
     totals, others = (_by_head(jobs, x, layout) for x in zip(*_staggered(jobs, score, softmax, output), strict=True))
@@ -280,22 +270,22 @@ def _backward_kernel(
             stats[pl.ds(first + j, 1), :] = stats_ref[0, _token(row), :]
 
     _for_rows(row_ref, run.interpret, gather)
-    statistics, bias, jobs = stats[...].T, bias_ref[0] * LOG2E, _Job.all_of(layout)
+    statistics, bias, jobs = stats[...].T, bias_ref[0] * LOG2_E, _Job.all_of(layout)
     seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
     sums = _Sums(outputs, layout)
 
     def products(job, _):
         lanes, both = job.lanes(layout), _unpack(packed, job, layout, size)
         query, d_output = (_own(x, job, layout).astype(dtype) for x in both)
-        score, d_weight = _dot(key_ref[0, :, lanes], query, (1, 1)), _dot(value_ref[0, :, lanes], d_output, (1, 1))
+        score, d_weight = dot(key_ref[0, :, lanes], query, (1, 1)), dot(value_ref[0, :, lanes], d_output, (1, 1))
         return query, d_output, score, d_weight
 
     def softmax(job, state):
         query, d_output, score, d_weight = state
         columns = job.columns(layout)
         lse, delta = (statistics[x + job.head : x + job.head + 1, columns] for x in (0, TOTAL))
-        shift = bias[:, columns] - lse * LOG2E
-        weight = jnp.where(seen[:, columns], jnp.exp2(score * (run.scale * LOG2E) + shift), 0.0)
+        shift = bias[:, columns] - lse * LOG2_E
+        weight = jnp.where(seen[:, columns], jnp.exp2(score * (run.scale * LOG2_E) + shift), 0.0)
         d_score = weight * (d_weight - delta)
         d_bias = jnp.sum(d_score, axis=0, keepdims=True)
         return query, d_output, weight.astype(dtype), d_score.astype(dtype), d_bias
@@ -303,9 +293,9 @@ def _backward_kernel(
     def gradients(job, state):
         query, d_output, weight, d_score, d_bias = state
         lanes = job.lanes(layout)
-        d_value_ref[0, :, lanes] += _dot(weight, d_output, (1, 0))
-        d_key_ref[0, :, lanes] += _dot(d_score, query, (1, 0))
-        sums.add(job, _dot(d_score, key_ref[0, :, lanes], (0, 0)))
+        d_value_ref[0, :, lanes] += dot(weight, d_output, (1, 0))
+        d_key_ref[0, :, lanes] += dot(d_score, query, (1, 0))
+        sums.add(job, dot(d_score, key_ref[0, :, lanes], (0, 0)))
         return d_bias
 
     d_bias = _by_head(jobs, _staggered(jobs, products, softmax, gradients), layout)

@@ -13,17 +13,10 @@ from jaxtyping import Array, Float, Num
 
 from pallas_kernels.block_sparse_attention import operation
 from pallas_kernels.block_sparse_attention.tpu import window_kernels
-from pallas_kernels.block_sparse_attention.tpu.lanes import (
-    LANES,
-    compiled_or_interpreted,
-    group_heads,
-    pad_rows,
-    round_up,
-    side_by_side,
-    to_stats,
-)
+from pallas_kernels.block_sparse_attention.tpu.lanes import group_heads, pad_rows, side_by_side, to_stats
 from pallas_kernels.block_sparse_attention.tpu.window_kernels import Layout
 from pallas_kernels.block_sparse_attention.types import Window
+from pallas_kernels.tpu import LANES, compiled_or_interpreted, round_up
 
 MOST_KEYS = 512  # of a chunk: tiles grow with it, and fast memory does not
 GROUP_ELEMENTS = 512 * 1024  # tokens of a tile times lanes of a group: what fast memory holds of ten or so arrays

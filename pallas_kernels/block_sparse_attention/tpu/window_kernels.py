@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.block_sparse_attention.tpu.dense_kernels import F32, LOG2_E, dot, in_turn
+from pallas_kernels.block_sparse_attention.tpu.dense_kernels import in_turn
+from pallas_kernels.tpu import F32, LOG2_E, dot
 
 VMEM_BYTES = 56 * 2**20  # of the 64 MiB that the smallest chips have (v5p, TPU7x)
 
