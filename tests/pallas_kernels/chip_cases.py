@@ -23,8 +23,12 @@ def kernel(
     m: int = 128,
     tile: int = 512,
     dtype: str = "bfloat16",
+    vmem: int | None = None,
 ):
-    """The kernel alone, `forward`, `forward_running` or `backward`, and its arguments."""
+    """The kernel alone, `forward`, `forward_running` or `backward`, and its arguments.
+
+    It may have `vmem` bytes of fast memory; None: what `resident` counts on.
+    """
     shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(dtype)
     layout = layout_lib.choose(tokens, heads, d, rows=0.0, most_tokens=tokens)._replace(tile=tile)
     by_tile = functools.partial(shape, dtype=F32)
@@ -36,7 +40,8 @@ def kernel(
     table = shape((RESOURCES, m, layout.groups * layout.lanes), dtype)
     rows = (layout.groups, layout.slots * ROWS, LANES)
     stats = by_tile((layout.groups, layout.slots, LANES))
-    options = {"run": resident_kernels.Run(layout, d**-0.5, resident.vmem_bytes(layout, m, dtype.itemsize), False)}
+    vmem = resident.vmem_bytes(layout, m, dtype.itemsize) if vmem is None else vmem
+    options = {"run": resident_kernels.Run(layout, d**-0.5, vmem, False)}
     if name == "backward":
         packed = (layout.groups, rows[1] * (2 if dtype == F32 else 1), LANES)
         word, d_table = F32 if dtype == F32 else jnp.uint32, by_tile(table.shape)
@@ -66,7 +71,7 @@ def attention(*, tokens: int, heads: int, d: int, m: int, experts: int, rows: in
             pairs._replace(bias=bias),
             num_context=tokens // m,
             max_pairs=rows * resources,
-            implementation="pallas_tpu",
+            implementation="pallas_tpu_resident",
         )
         return jnp.sum(result.output.astype(F32) ** 2), result
 

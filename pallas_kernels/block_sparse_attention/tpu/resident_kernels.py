@@ -170,7 +170,9 @@ def _by_head(jobs: Sequence[_Job], values: Sequence, layout: Layout) -> list:
 
 
 def _stack(rows: list, size: int):
-    return jnp.concatenate([*rows, jnp.zeros((size - len(rows), rows[0].shape[1]), F32)], axis=0)
+    if len(rows) < size:  # the compiler has no arrays without rows
+        rows = [*rows, jnp.zeros((size - len(rows), rows[0].shape[1]), F32)]
+    return jnp.concatenate(rows, axis=0)
 
 
 def _forward_kernel(
