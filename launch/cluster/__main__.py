@@ -1,0 +1,97 @@
+"""Launches a program on a cluster and sees it through, or looks after one that runs there.
+
+    python -m launch.cluster --cluster=tpu_vm --project=my-project --zone=us-east5-a --accelerator=v5p-128 \\
+      --name=mine run -- launch.train --gin_file=aamoe.gin --run_dir=/mnt/shared/runs/mine
+
+    run      probes every host, runs the program to its end, and tries again by the table of launch/cluster/exits.py
+    health   probes every host and starts nothing
+    logs     follows what the first process prints
+    status   shows how the job and its hosts are
+    stop     stops the job, saved, and gives back what was taken for it
+
+All take --name and the settings of the cluster; `run` and `health` also the program and its flags, after `--`. Where a
+job has several processes --distributed=auto is added to launch.train. --dry_run prints the bash script that would be
+run, and nothing else.
+
+Exit code: that of the job, by the table; 1 also where the launch itself was refused or failed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+
+from absl import flags
+
+from aamoe_jax.config import ConfigError
+from launch import program
+from launch.cluster import exits, settings
+from launch.cluster.job import FOLDER_FLAGS, Cluster, Job, check_name
+from launch.cluster.supervise import execute, supervise
+
+PROGRAM_ACTIONS = ("run", "health")
+NAME_ACTIONS = ("logs", "status", "stop")
+
+
+def define_flags() -> None:
+    """The flags of this program: every setting of every kind of cluster, once."""
+    flags.DEFINE_enum("cluster", None, list(settings.CLUSTERS), "Kind of cluster.", required=True)
+    flags.DEFINE_bool("dry_run", False, "Print the script that would be run, and nothing else.")
+    settings.define_flags()
+    flags.FLAGS.set_gnu_getopt(True)  # flags may stand behind the action; after -- they are the program's
+
+
+def main(argv: list[str]) -> int:
+    action, words = _action(argv[1:])
+    settings.refuse_others(flags.FLAGS.cluster)
+    cluster = settings.from_flags(settings.CLUSTERS[flags.FLAGS.cluster])
+    job = _job(words) if action in PROGRAM_ACTIONS else None
+    script = _script(cluster, action, job)
+    if flags.FLAGS.dry_run:
+        print(script, end="")
+        return 0
+    try:
+        return supervise(cluster, job) if action == "run" else execute(script).code
+    except KeyboardInterrupt:
+        print("interrupted; what was started goes on, and `stop` stops it", file=sys.stderr)
+        return exits.STOPPED
+
+
+def _action(words: list[str]) -> tuple[str, list[str]]:
+    """The action, and the words behind it.
+
+    Raises:
+      ConfigError: there is no such action, or one that takes no program was given one.
+    """
+    actions = (*PROGRAM_ACTIONS, *NAME_ACTIONS)
+    if not words:
+        raise ConfigError(f"what to do is missing: one of {', '.join(actions)}")
+    action, *rest = words
+    if action not in actions:
+        close = difflib.get_close_matches(action, actions, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"{action!r}: must be one of {', '.join(actions)}{hint}")
+    if rest and action in NAME_ACTIONS:
+        raise ConfigError(f"{rest[0]!r}: {action} takes no program, only --name and the settings of the cluster")
+    return action, rest
+
+
+def _job(words: list[str]) -> Job:
+    if not words:
+        raise ConfigError(f"the program is missing: end with -- {' or -- '.join(FOLDER_FLAGS)}, and its flags")
+    return settings.from_flags(Job, program=words[0], arguments=tuple(words[1:]))
+
+
+def _script(cluster: Cluster, action: str, job: Job | None) -> str:
+    match action:
+        case "run":
+            return cluster.run(job, ())
+        case "health":
+            return cluster.health(job)
+    name = check_name(flags.FLAGS.name)
+    return {"logs": cluster.logs, "status": cluster.status, "stop": cluster.stop}[action](name)
+
+
+if __name__ == "__main__":
+    define_flags()
+    program.run(main)

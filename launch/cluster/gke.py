@@ -1,0 +1,179 @@
+"""GKE: a JobSet with one pod on every host of a TPU slice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import yaml
+
+from launch.cluster import accelerators, exits, jobset, shell
+from launch.cluster.exits import Retry
+from launch.cluster.job import Job, refuse
+
+TPU = "google.com/tpu"
+SAVING = 600
+"""Seconds between SIGTERM and SIGKILL. A spot node leaves less, whatever this says."""
+PORTS = {"tpu": 8471, "jax": 8482}
+"""Of the TPU runtime, and of the coordinator of jax.distributed on TPUs (jax/_src/clusters/cloud_tpu_cluster.py)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gke:
+    """One TPU slice of a GKE cluster."""
+
+    project: Annotated[str, "Google Cloud project; `gcloud projects list` shows yours."]
+    zone: Annotated[str, "Zone or region, such as us-east5-a."]
+    gke_cluster: Annotated[str, "Name of the GKE cluster; `gcloud container clusters list` shows them."]
+    accelerator: Annotated[str, "Accelerator, such as v5p-1024 or v5litepod-256."]
+    image: Annotated[str, "Container image that holds Python and this repository."]
+    volume_claim: Annotated[str, "PersistentVolumeClaim (ReadWriteMany) of the run folder's file system."]
+    mount: Annotated[str, "Where the pods see it."] = "/mnt/shared"
+    topology: Annotated[str | None, "Shape of the slice, such as 8x8x8; the usual one if not given."] = None
+    capacity: Annotated[Literal["on_demand", "spot", "reserved"], "How nodes are paid for."] = "on_demand"
+    node_pool: Annotated[str | None, "Node pool; any that fits if not given."] = None
+    namespace: Annotated[str, "Kubernetes namespace."] = "default"
+
+    supervised: ClassVar[frozenset[Retry]] = frozenset({Retry.ELSEWHERE})
+
+    def __post_init__(self) -> None:
+        if not self.mount.startswith("/"):
+            refuse(self, "mount", "must begin with /")
+        accelerators.parse(self.accelerator, self.topology)
+
+    @property
+    def slice(self) -> accelerators.Slice:
+        """The hosts and chips."""
+        return accelerators.parse(self.accelerator, self.topology)
+
+    @property
+    def _kubectl(self) -> str:
+        return jobset.kubectl(self.project, self.zone, self.gke_cluster, self.namespace)
+
+    def run(self, job: Job, avoided: Sequence[str]) -> str:
+        return self._apply(job.name, self.manifest(job, avoided))
+
+    def health(self, job: Job) -> str:
+        return self._apply(job.name, self.manifest(job, (), train=False))
+
+    def _apply(self, name: str, manifest: dict[str, Any]) -> str:
+        ended = f"kubectl get jobset {name} --ignore-not-found --output=jsonpath='{{.status.terminalState}}'"
+        return shell.script(
+            self._kubectl,
+            f'# What ended makes room; what runs stays as it is.\nif [ -n "$({ended})" ]; then\n'
+            f"  {jobset.delete(name)}\nfi",
+            shell.heredoc("kubectl apply --filename=-", yaml.safe_dump(manifest, sort_keys=False, width=1000)),
+            jobset.wait(name),
+        )
+
+    def manifest(self, job: Job, avoided: Sequence[str], train: bool = True) -> dict[str, Any]:
+        """The JobSet; without `train` one that probes its hosts and ends."""
+        hosts = self.slice.hosts
+        return {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": {
+                "name": job.name,
+                "namespace": self.namespace,
+                # All pods on one node pool, which is one slice, and no other job's beside them.
+                "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": jobset.POOL},
+            },
+            "spec": {
+                "network": {"enableDNSHostnames": True},  # by a headless service that JobSet makes
+                "failurePolicy": {"maxRestarts": job.max_retries, "rules": JOBSET_RULES},
+                "replicatedJobs": [
+                    {
+                        "name": "slice",
+                        "replicas": 1,
+                        "template": {
+                            "spec": {
+                                "parallelism": hosts,
+                                "completions": hosts,
+                                "completionMode": "Indexed",
+                                "backoffLimit": 0,  # a pod alone cannot come back: the others wait in a collective
+                                "podFailurePolicy": {"rules": POD_RULES},
+                                "template": {"spec": self._pod(job, avoided, train)},
+                            }
+                        },
+                    }
+                ],
+            },
+        }
+
+    def _pod(self, job: Job, avoided: Sequence[str], train: bool) -> dict[str, Any]:
+        probe = self._container(job, "probe", job.probe(self.slice.devices_per_host))
+        selector = {
+            "cloud.google.com/gke-tpu-accelerator": self.slice.generation.node,
+            "cloud.google.com/gke-tpu-topology": self.slice.topology,
+        }
+        if self.capacity == "spot":
+            selector["cloud.google.com/gke-spot"] = "true"
+        if self.node_pool is not None:
+            selector[jobset.POOL] = self.node_pool
+        pod = {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": SAVING,
+            "nodeSelector": selector,
+            "tolerations": [
+                {"key": TPU, "operator": "Exists", "effect": "NoSchedule"},
+                {"key": "cloud.google.com/gke-spot", "operator": "Exists", "effect": "NoSchedule"},
+            ],
+            "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": self.volume_claim}}],
+        }
+        if avoided:
+            terms = [{"matchExpressions": [{"key": jobset.POOL, "operator": "NotIn", "values": list(avoided)}]}]
+            required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+            pod["affinity"] = {"nodeAffinity": required}
+        if not train:
+            return pod | {"containers": [probe]}
+        trainer = self._container(job, "main", job.command(self.slice.hosts))
+        return pod | {"initContainers": [probe], "containers": [trainer]}
+
+    def _container(self, job: Job, name: str, command: list[str]) -> dict[str, Any]:
+        node = {"fieldRef": {"fieldPath": "spec.nodeName"}}
+        chips = {TPU: str(self.slice.chips_per_host)}
+        return {
+            "name": name,
+            "image": self.image,
+            "command": command,  # without a shell between: SIGTERM reaches Python
+            "workingDir": job.workdir,
+            "env": [{"name": "JAX_PLATFORMS", "value": "tpu"}, {"name": "NODE_NAME", "valueFrom": node}],
+            "ports": [{"name": port, "containerPort": number} for port, number in PORTS.items()],
+            "resources": {"requests": chips, "limits": dict(chips)},
+            "volumeMounts": [{"name": "shared", "mountPath": self.mount}],
+        }
+
+    def logs(self, name: str) -> str:
+        return shell.script(self._kubectl, jobset.logs(name))
+
+    def status(self, name: str) -> str:
+        return shell.script(self._kubectl, jobset.status(name))
+
+    def stop(self, name: str) -> str:
+        return shell.script(self._kubectl, jobset.delete(name))
+
+
+def _fail_job(*retries: Retry) -> dict[str, Any]:
+    return {"action": "FailJob", "onExitCodes": {"operator": "In", "values": exits.codes(*retries)}}
+
+
+def _jobset_rule(name: str, action: str, *indices: int) -> dict[str, Any]:
+    # Kubernetes ends the message with the index of the rule of POD_RULES that failed the Job.
+    pattern = f"matching FailJob rule at index [{''.join(map(str, indices))}]$"
+    reasons = {"onJobFailureReasons": ["PodFailurePolicy"], "onJobFailureMessagePatterns": [pattern]}
+    return {"name": name, "action": action} | reasons
+
+
+POD_RULES = [
+    _fail_job(Retry.NEVER, Retry.ELSEWHERE),
+    _fail_job(Retry.ALWAYS),
+    {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+]
+"""Every failed pod fails the Job; a rule that matches says why. All else is BackoffLimitExceeded."""
+
+JOBSET_RULES = [
+    _jobset_rule("final", "FailJobSet", 0),
+    _jobset_rule("preempted", "RestartJobSetAndIgnoreMaxRestarts", 1, 2),
+    {"name": "other", "action": "RestartJobSet"},
+]

@@ -1,0 +1,46 @@
+"""Bash, written by programs: what a launcher does is a script, so that what is shown is what is run."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from launch.cluster import exits
+
+PROLOGUE = "set -euo pipefail"
+
+WORST = f"""\
+# The exit code of a job whose hosts ended with those on standard input, one a line.
+worst() {{
+  local codes code
+  codes=$(cat)
+  for code in {" ".join(str(row.code) for row in exits.TABLE)}; do
+    if grep -qx "$code" <<<"$codes"; then return "$code"; fi
+  done
+  return {exits.LOST}
+}}"""
+
+
+def words(*parts: str) -> str:
+    """A command of literal words, each quoted where it must be."""
+    return shlex.join(parts)
+
+
+def lines(*parts: str) -> str:
+    """The same with every flag on a line of its own, for people to read."""
+    return "".join((" \\\n  " if part.startswith("--") else " ") + shlex.quote(part) for part in parts).lstrip()
+
+
+def heredoc(command: str, text: str, then: str = "") -> str:
+    """A command that reads `text`, which has no line END, on standard input; `then` follows on its own line."""
+    return f"{command} <<'END' {then}".rstrip() + f"\n{text.rstrip()}\nEND"
+
+
+def script(*blocks: str) -> str:
+    """A script of blocks; empty ones are left out."""
+    return "\n\n".join((PROLOGUE, *(block for block in blocks if block))) + "\n"
+
+
+def either(codes: Sequence[int]) -> str:
+    """A pattern of `case`."""
+    return " | ".join(map(str, codes))

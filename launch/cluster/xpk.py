@@ -1,0 +1,82 @@
+"""xpk: it makes the JobSet, on a cluster that it made; kubectl does the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, ClassVar
+
+from launch.cluster import accelerators, exits, jobset, shell
+from launch.cluster.exits import Retry
+from launch.cluster.gke import SAVING
+from launch.cluster.job import Job
+
+OWN_RESTARTS = (42, *range(127, 256))
+"""Codes that xpk restarts without being asked (`xpk workload create --help`, 1.16)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Xpk:
+    """One TPU slice of a cluster made by `xpk cluster create`."""
+
+    project: Annotated[str, "Google Cloud project; `gcloud projects list` shows yours."]
+    zone: Annotated[str, "Zone or region, such as us-east5-a."]
+    gke_cluster: Annotated[str, "Name of the GKE cluster; `gcloud container clusters list` shows them."]
+    accelerator: Annotated[str, "Accelerator, such as v5p-1024 or v5litepod-256."]
+    image: Annotated[str, "Container image that holds Python and this repository."]
+    storage: Annotated[str, "Storage that `xpk storage create` or `attach` named, with the run folder on it."]
+
+    # Its failure policy is its own, and it cannot be told to leave out nodes.
+    supervised: ClassVar[frozenset[Retry]] = frozenset()
+
+    def __post_init__(self) -> None:
+        accelerators.parse(self.accelerator)
+
+    @property
+    def slice(self) -> accelerators.Slice:
+        """The hosts and chips. xpk puts 4 chips on a host where others would put all 8 of a slice."""
+        found = accelerators.parse(self.accelerator)
+        return dataclasses.replace(found, generation=dataclasses.replace(found.generation, whole=4))
+
+    @property
+    def _kubectl(self) -> str:
+        return jobset.kubectl(self.project, self.zone, self.gke_cluster, "default")
+
+    def run(self, job: Job, avoided: Sequence[str]) -> str:
+        # `exec`: xpk passes SIGTERM to the shell that runs this, which by then is Python.
+        return self._create(job, f"{self._probe(job)} && exec {shell.words(*job.command(self.slice.hosts))}")
+
+    def health(self, job: Job) -> str:
+        return self._create(job, self._probe(job))
+
+    def _probe(self, job: Job) -> str:
+        probe = shell.words(*job.probe(self.slice.devices_per_host))
+        return f"cd {shell.words(job.workdir)} && export JAX_PLATFORMS=tpu && {probe}"
+
+    def _create(self, job: Job, command: str) -> str:
+        asked = [code for code in exits.codes(Retry.LIMITED, Retry.ALWAYS) if code not in OWN_RESTARTS]
+        create = shell.lines(
+            *("xpk", "workload", "create"),
+            *self._place(job.name),
+            f"--tpu-type={self.accelerator}",
+            f"--docker-image={self.image}",
+            f"--storage={self.storage}",
+            f"--max-restarts={job.max_retries}",
+            f"--restart-on-exit-codes={','.join(map(str, asked))}",
+            f"--termination-grace-period-seconds={SAVING}",
+            f"--command={command}",
+        )
+        return shell.script(self._kubectl, create, jobset.wait(job.name))
+
+    def _place(self, name: str) -> list[str]:
+        place = [f"--project={self.project}", f"--zone={self.zone}", f"--cluster={self.gke_cluster}"]
+        return [*place, f"--workload={name}"]
+
+    def logs(self, name: str) -> str:
+        return shell.script(self._kubectl, jobset.logs(name))
+
+    def status(self, name: str) -> str:
+        return shell.script(self._kubectl, jobset.status(name))
+
+    def stop(self, name: str) -> str:
+        return shell.script(shell.lines("xpk", "workload", "delete", *self._place(name), "--force"))

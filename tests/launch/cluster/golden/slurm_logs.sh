@@ -1,0 +1,3 @@
+set -euo pipefail
+
+tail -n 100 -F "$HOME/aamoe_jobs/mine.log"

@@ -1,0 +1,3 @@
+set -euo pipefail
+
+squeue --me --name=mine --long

@@ -1,0 +1,46 @@
+set -euo pipefail
+
+kubectl() { command kubectl --context=gke_my-project_us-east5-a_pods --namespace=default "$@"; }
+
+xpk workload create \
+  --project=my-project \
+  --zone=us-east5-a \
+  --cluster=pods \
+  --workload=mine \
+  --tpu-type=v6e-8 \
+  --docker-image=gcr.io/p/i \
+  --storage=shared \
+  --max-restarts=3 \
+  --restart-on-exit-codes=4,5 \
+  --termination-grace-period-seconds=600 \
+  '--command=cd /opt/aamoe_jax && export JAX_PLATFORMS=tpu && python3 -m launch.cluster.probe --devices=4 --run_dir=/mnt/shared/runs/mine --min_free_gib=20'
+
+# The exit code of a job whose hosts ended with those on standard input, one a line.
+worst() {
+  local codes code
+  codes=$(cat)
+  for code in 6 1 3 130 4 137 134 139 143 5 0; do
+    if grep -qx "$code" <<<"$codes"; then return "$code"; fi
+  done
+  return 5
+}
+
+while true; do
+  if state=$(kubectl get jobset mine --ignore-not-found --output=jsonpath='{.kind} {.status.terminalState}'); then
+    case $state in
+      "") exit 130 ;; # somebody deleted it
+      "JobSet Completed") exit 0 ;;
+      "JobSet Failed") break ;;
+    esac
+  fi
+  sleep 30
+done
+
+pods=$(kubectl get pods --selector=jobset.sigs.k8s.io/jobset-name=mine --output=jsonpath='{range .items[*]}{.spec.nodeName}{range .status.initContainerStatuses[*]} {.state.terminated.exitCode}{end}{range .status.containerStatuses[*]} {.state.terminated.exitCode}{end}{"\n"}{end}')
+while read -r node codes; do
+  if [[ " $codes " == *" 6 "* ]]; then
+    pool=$(kubectl get node "$node" --output=jsonpath='{.metadata.labels.cloud\.google\.com/gke-nodepool}')
+    echo "unhealthy $pool: the probe failed on $node"
+  fi
+done <<<"$pods"
+cut -s -d ' ' -f 2- <<<"$pods" | tr ' ' '\n' | grep -vx 0 | worst

@@ -1,0 +1,108 @@
+"""The JobSet fits the schemas of JobSet and of Kubernetes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.launch.cluster.cases import CLUSTERS, JOB
+from tests.launch.cluster.test_scripts import batch_scripts
+
+CRD = Path(__file__).parents[4] / "shared" / "data" / "jobset-crd.yaml"
+GKE = CLUSTERS["gke"]
+MANIFESTS = {
+    "run": GKE.manifest(JOB, ()),
+    "elsewhere": GKE.manifest(JOB, ("pool-1", "pool-2")),
+    "health": GKE.manifest(JOB, (), train=False),
+}
+
+
+def closed(schema: dict) -> dict:
+    """The schema, but a field that it does not name is an error: kubectl's own strictness."""
+    schema = {
+        key: [closed(item) if isinstance(item, dict) else item for item in value] if isinstance(value, list) else value
+        for key, value in schema.items()
+    }
+    if "properties" in schema:
+        schema["properties"] = {name: closed(value) for name, value in schema["properties"].items()}
+        schema.setdefault("additionalProperties", False)
+    if isinstance(schema.get("items"), dict):
+        schema["items"] = closed(schema["items"])
+    return schema
+
+
+@pytest.fixture(scope="module")
+def jobset_schema() -> jsonschema.Draft202012Validator:
+    if not CRD.exists():
+        pytest.skip("the JobSet resource definition is not there: shared/data/jobset-crd.yaml beside the repository")
+    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+    definition = yaml.load(CRD.read_text(encoding="utf-8"), Loader=loader)
+    (version,) = [version for version in definition["spec"]["versions"] if version["name"] == "v1alpha2"]
+    schema = version["schema"]["openAPIV3Schema"]
+    spec = closed({"type": "object", "required": ["spec"], "properties": {"spec": schema["properties"]["spec"]}})
+    return jsonschema.Draft202012Validator(spec)
+
+
+def pod_job(manifest: dict) -> dict:
+    """The Job that JobSet makes of a manifest."""
+    spec = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "mine"}, "spec": spec}
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS.values(), ids=MANIFESTS)
+def test_it_is_a_jobset(manifest, jobset_schema):
+    jobset_schema.validate({"spec": manifest["spec"]})
+
+
+def test_the_jobset_schema_sees_mistakes(jobset_schema):
+    def refused(change) -> bool:
+        manifest = copy.deepcopy(MANIFESTS["run"])
+        change(manifest["spec"])
+        return not jobset_schema.is_valid({"spec": manifest["spec"]})
+
+    assert refused(lambda spec: spec["failurePolicy"]["rules"][0].update(action="GiveUp"))
+    assert refused(lambda spec: spec["failurePolicy"].update(maxRestart=3))
+    assert refused(lambda spec: spec["replicatedJobs"][0]["template"]["spec"].update(parallelism="64"))
+    assert not refused(lambda spec: None)
+
+
+@pytest.mark.parametrize("version", ["1.33", "1.37"])
+@pytest.mark.parametrize("manifest", MANIFESTS.values(), ids=MANIFESTS)
+def test_its_job_is_one_of_kubernetes(manifest, version):
+    kubernetes_validate.validate(pod_job(manifest), version, strict=True)
+
+
+def test_the_kubernetes_schema_sees_mistakes():
+    manifest = copy.deepcopy(MANIFESTS["run"])
+    pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod["containers"][0]["comand"] = ["python3"]
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(pod_job(manifest), "1.37", strict=True)
+
+
+def test_what_is_applied_is_the_manifest():
+    (applied,) = batch_scripts(GKE.run(JOB, ()))
+    assert yaml.safe_load(applied) == MANIFESTS["run"]
+
+
+def test_one_pod_for_every_host_of_the_slice():
+    job = pod_job(MANIFESTS["run"])["spec"]
+    pod = job["template"]["spec"]
+    assert (job["parallelism"], job["completions"], job["completionMode"]) == (64, 64, "Indexed")
+    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "16x16"
+    assert [container["resources"]["limits"] for container in pod["initContainers"] + pod["containers"]] == [
+        {"google.com/tpu": "4"}
+    ] * 2
+    assert pod["restartPolicy"] == "Never"  # podFailurePolicy needs it
+
+
+def test_pools_that_failed_are_avoided():
+    pod = pod_job(MANIFESTS["elsewhere"])["spec"]["template"]["spec"]
+    (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    (expression,) = term["matchExpressions"]
+    assert expression == {"key": "cloud.google.com/gke-nodepool", "operator": "NotIn", "values": ["pool-1", "pool-2"]}

@@ -1,0 +1,57 @@
+"""docs/pods.md: its commands are ones that the program takes, and its table is the program's."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+from launch.cluster.exits import TABLE
+from tests.launch.cluster.test_scripts import SHELLCHECK
+from tests.launch.session import calls
+
+PAGE = (Path(__file__).parents[3] / "docs" / "pods.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
+# SC2086: the variables of the page hold several words each, and are meant to be split.
+MEANT = "--exclude=SC2086"
+# In the place of Python: prints what it was called with, one word a line, after a line of its own.
+ECHO = 'python() { echo ">"; printf "%s\\n" "$@"; }\n'
+
+
+def programs() -> list[list[str]]:
+    """The words of every `python ...` of the page, as bash makes them; variables hold from one block to the next."""
+    script = ECHO + "".join(re.sub(r"^gcloud .*$", ":", block, flags=re.MULTILINE) for block in BLOCKS)
+    printed = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout
+    return [call.splitlines() for call in printed.split(">\n")[1:]]
+
+
+def test_every_command_is_one_that_the_program_takes():
+    launches = [words[2:] for words in programs() if words[:2] == ["-m", "launch.cluster"]]
+    prepares = [words[2:] for words in programs() if words[:2] == ["-m", "launch.prepare"]]
+    trains = [words[words.index("launch.train") + 1 :] for words in launches if "launch.train" in words]
+    assert len(launches) + len(prepares) == PAGE.count("\npython -m ") == 10
+    for name, commands in (("prepare", prepares), ("train", trains)):
+        for outcome in calls(name, [["--only_check_args", *words] for words in commands]):
+            assert (outcome.code, outcome.stderr) == (0, "")
+    kinds = {word for words in launches for word in words if word.startswith("--cluster=")}
+    assert kinds == {f"--cluster={kind}" for kind in ("tpu_vm", "gke", "xpk", "slurm")}
+    for words, outcome in zip(launches, calls("cluster.__main__", [["--dry_run", *w] for w in launches]), strict=True):
+        assert (outcome.code, outcome.stderr) == (0, ""), shlex.join(words)
+        assert outcome.stdout.startswith("set -euo pipefail\n")
+
+
+def test_what_is_not_run_here_is_good_bash():
+    command = [SHELLCHECK, "--shell=bash", MEANT, "-"]
+    assert subprocess.run(command, input="\n".join(BLOCKS), capture_output=True, text=True).stdout == ""
+
+
+def test_its_table_is_the_table():
+    rows = sorted(TABLE, key=lambda row: row.code)
+    expected = [f"| {row.code} | {row.meaning} | {row.retry.value if row.code else ''} |" for row in rows]
+    found = [line for line in PAGE.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert [re.sub(" +", " ", line) for line in found] == [re.sub(" +", " ", line) for line in expected]
+
+
+def test_it_says_that_nothing_ran():
+    assert "Nothing on this page was ever run on a real cluster." in PAGE
