@@ -270,6 +270,36 @@ class TrainingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """The devices as a mesh of four axes, which all exist, of size 1 where they are not used (`sharding.py`).
+
+    One axis may be -1: all devices that the others leave over.
+    """
+
+    data: int = 1
+    """Rows of a batch; every device along it holds the same parameters."""
+    fsdp: int = -1
+    """Rows of a batch too, but parameters and optimizer state are divided along it, and gathered for use."""
+    resource: int = 1
+    """Tokens of a row, and what they attend to: chunks of context and experts together."""
+    tensor: int = 1
+    """Heads and hidden units."""
+    pair_bound: float | None = None
+    """Most (token, resource) pairs that one shard of `resource` computes, as a multiple of its even share; pairs past
+    it are dropped and counted (`overflow`). None: as many as there can be, so none is ever dropped."""
+
+    def __post_init__(self) -> None:
+        sizes = (self.data, self.fsdp, self.resource, self.tensor)
+        for field, size in zip(("data", "fsdp", "resource", "tensor"), sizes, strict=True):
+            if size < 1 and size != -1:
+                _refuse(self, field, "must be at least 1, or -1 for all devices that the other axes leave over")
+            if size == -1 and sizes.count(-1) > 1:
+                _refuse(self, field, "only one axis can take what the others leave over")
+        if self.pair_bound is not None and self.pair_bound < 1:
+            _refuse(self, "pair_bound", "must be at least 1 (the even share), or None for no bound")
+
+
+@dataclasses.dataclass(frozen=True)
 class ExperimentConfig:
     """One run: the rooms together, and what must fit between them."""
 
@@ -277,6 +307,7 @@ class ExperimentConfig:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
     def __post_init__(self) -> None:
         if "aamoe" not in self.model.pattern:

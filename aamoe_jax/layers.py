@@ -20,7 +20,7 @@ class Norm(nnx.Module):
     """RMSNorm, or LayerNorm when `kind` is "layer"; statistics in float32, a learned scale, no bias."""
 
     def __init__(self, width: int, kind: str):
-        self.scale = nnx.Param(jnp.ones(width))
+        self.scale = nnx.Param(jnp.ones(width), axes=(None,))
         self.kind = kind
 
     def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
@@ -32,11 +32,14 @@ class Norm(nnx.Module):
 
 
 class Projection(nnx.Module):
-    """x W with W ~ N(0, gain^2 / width_in), multiplied in the type of x."""
+    """x W with W ~ N(0, gain^2 / width_in), multiplied in the type of x.
 
-    def __init__(self, width_in: int, width_out: int, *, rngs: nnx.Rngs, gain: float = 1.0):
+    `axes` names the two dimensions of W for `sharding.RULES`.
+    """
+
+    def __init__(self, width_in: int, width_out: int, *, axes: tuple[str, str], rngs: nnx.Rngs, gain: float = 1.0):
         scale = gain * width_in**-0.5
-        self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (width_in, width_out)))
+        self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (width_in, width_out)), axes=axes)
 
     def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:
         return x @ self.kernel[...].astype(x.dtype)
@@ -47,9 +50,9 @@ def residual_gain(config: ModelConfig) -> float:
     return config.num_layers**-0.5
 
 
-def split_heads(x: Float[Array, "*batch d"], num_heads: int) -> Float[Array, "*batch H k"]:
-    """Rows split contiguously into heads (decision 11)."""
-    return x.reshape(*x.shape[:-1], num_heads, x.shape[-1] // num_heads)
+def split_heads(x: Float[Array, "*batch d"], head_dim: int) -> Float[Array, "*batch H k"]:
+    """Rows split contiguously into heads of size `head_dim` (decision 11): as many as are here."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)
 
 
 def merge_heads(x: Float[Array, "*batch H k"]) -> Float[Array, "*batch d"]:
@@ -91,10 +94,10 @@ class QueryKeyValue(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width = config.d_model
-        self.query = Projection(width, width, rngs=rngs)
-        self.key = Projection(width, width, rngs=rngs)
-        self.value = Projection(width, width, rngs=rngs)
-        self.num_heads = config.num_heads
+        self.query = Projection(width, width, axes=("storage", "heads"), rngs=rngs)
+        self.key = Projection(width, width, axes=("storage", "heads"), rngs=rngs)
+        self.value = Projection(width, width, axes=("storage", "heads"), rngs=rngs)
+        self.head_dim = config.head_dim
         self.qk_norm = config.qk_norm
         if config.qk_norm == "rms":
             self.query_norm = Norm(config.head_dim, "rms")
@@ -104,9 +107,9 @@ class QueryKeyValue(nnx.Module):
         self, h: Float[Array, "b L d"]
     ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L H k"], Float[Array, "b L H k"]]:
         """Queries and keys (normed, not yet rotated) and values of every token."""
-        query = split_heads(self.query(h), self.num_heads)
-        key = split_heads(self.key(h), self.num_heads)
-        value = split_heads(self.value(h), self.num_heads)
+        query = split_heads(self.query(h), self.head_dim)
+        key = split_heads(self.key(h), self.head_dim)
+        value = split_heads(self.value(h), self.head_dim)
         if self.qk_norm == "rms":
             query = self.query_norm(query)
         return query, self.norm_key(key), value

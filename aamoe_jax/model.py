@@ -17,6 +17,8 @@ from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Norm
 from aamoe_jax.mixers.base import BudgetMode, Cache, Context, Detail, Statistics
 from aamoe_jax.mixers.registry import build_mixer
+from aamoe_jax.shards import TOKENS, WHOLE, Shards
+from pallas_kernels.varying import equally_varying
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -110,11 +112,13 @@ class LanguageModel(nnx.Module):
         self.config = config
         shape = (config.vocab_size, config.d_model)
         # Scaled up by sqrt(d) on the way in, so that one table serves both ends: unit activations, unit logits.
-        self.embedding = nnx.Param(config.d_model**-0.5 * jax.random.normal(rngs.params(), shape))
+        table = config.d_model**-0.5 * jax.random.normal(rngs.params(), shape)
+        self.embedding = nnx.Param(table, axes=(None, "storage"))
         self.periods = stacked_periods(config, rngs=rngs)
         self.norm = Norm(config.d_model, config.norm)
         if config.embedding == "untied":
-            self.readout = nnx.Param(config.d_model**-0.5 * jax.random.normal(rngs.params(), shape))
+            table = config.d_model**-0.5 * jax.random.normal(rngs.params(), shape)
+            self.readout = nnx.Param(table, axes=(None, "storage"))
 
     def __call__(
         self,
@@ -126,10 +130,12 @@ class LanguageModel(nnx.Module):
         detail: Detail = "sums",
         budget_scale: Float[Array, ""] | float = 1.0,
         max_budget_scale: float = 1.0,
-    ) -> tuple[Float[Array, "b L V"], Statistics]:
+        shards: Shards = WHOLE,
+    ) -> tuple[Float[Array, "b n V"], Statistics]:
         """Next-token logits (float32) and the statistics of the AA-MoE layers, each with a leading axis over them.
 
         Args:
+          tokens, segment_ids, positions: of whole rows; logits and statistics are those of the tokens here.
           segment_ids: documents of each row, counted from 1, 0 for padding. None: each row is one document.
           positions: position of every token in its document. None: 0, 1, 2, ...
           budget: `row`, `prefix`, `predictor` or `predictor_uncapped`; None: as the model was configured to train.
@@ -138,6 +144,7 @@ class LanguageModel(nnx.Module):
             nothing).
           budget_scale: multiplies every beta, and above 1 K_max too; cut at `max_budget_scale`.
           max_budget_scale: what the static bounds on work are laid out for.
+          shards: inside `jax.shard_map`, the mesh around this call.
         """
         context = Context(
             segment_ids=jnp.ones_like(tokens) if segment_ids is None else segment_ids,
@@ -147,17 +154,19 @@ class LanguageModel(nnx.Module):
             detail=detail,
             scale=budget_scale,
             max_scale=max_budget_scale,
-        ).with_rotations(self.config)
-        x, statistics = self._run_periods(self.embed(tokens), context)
-        return self.logits(x), statistics
+            shards=shards,
+        ).with_turns(self.config)
+        x, statistics = self._run_periods(self.embed(shards.part(tokens, TOKENS), shards), context)
+        return self.logits(x, shards), statistics
 
-    def embed(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    def embed(self, tokens: Int[Array, "*batch"], shards: Shards = WHOLE) -> Float[Array, "*batch d"]:
         """What enters the first block."""
-        return (self.embedding[...][tokens] * self.config.d_model**0.5).astype(self.config.dtype)
+        table = shards.for_use(self.embedding)
+        return (table[tokens] * self.config.d_model**0.5).astype(self.config.dtype)
 
-    def logits(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch V"]:
+    def logits(self, x: Float[Array, "*batch d"], shards: Shards = WHOLE) -> Float[Array, "*batch V"]:
         """Next-token logits (float32) of what leaves the last block."""
-        readout = self.embedding[...] if self.config.embedding == "tied" else self.readout[...]
+        readout = shards.for_use(self.embedding if self.config.embedding == "tied" else self.readout)
         x = self.norm(x)
         return jnp.einsum("...d,vd->...v", x, readout.astype(x.dtype), preferred_element_type=jnp.float32)
 
@@ -167,8 +176,11 @@ class LanguageModel(nnx.Module):
 
         def body(x: Array, inputs: tuple[Any, Array]) -> tuple[Array, tuple[Statistics, ...]]:
             params, betas = inputs
+            # Gathered inside the body: one period at a time, and once more in the backward pass under `remat`.
+            params = nnx.map_state(lambda _, param: param.replace(context.shards.for_use(param)), params)
             return nnx.merge(graphdef, params)(x, context, betas)
 
+        x, _ = equally_varying((x, params))  # what goes around a loop keeps its type
         if self.config.remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[self.config.remat])
         x, collected = jax.lax.scan(body, x, (params, betas_of_periods(self.config)))

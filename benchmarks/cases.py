@@ -50,9 +50,9 @@ class Case:
         # The row is an argument as it is in training: as a constant, masks would be folded at compile time, which takes
         # minutes and is no measure of anything.
         def step(params: Any, h: Array, cotangent: Array, row: Row) -> tuple[Array, tuple[Any, Array], Statistics]:
-            segment_ids, positions, rotations = row
+            segment_ids, positions, turns = row
             budget, beta = self.config.aamoe.budget.normalizer, self.config.betas[0]
-            context = Context(segment_ids, positions, budget, beta, rotations=rotations)
+            context = Context(segment_ids, positions, budget, beta, known_turns=turns)
 
             def forward(params: Any, h: Array) -> tuple[Array, Statistics]:
                 layer = nnx.merge(graphdef, params)
@@ -70,8 +70,8 @@ class Case:
         """Random, and the same for every layer of one config and length."""
         shape = (1, self.length, self.config.d_model)
         h, cotangent = (jax.random.normal(key, shape, self.config.dtype) for key in jax.random.split(jax.random.key(1)))
-        context = Context.of_rows(self.config, 1, self.length).with_rotations(self.config)
-        row = context.segment_ids, context.positions, context.rotations
+        context = Context.of_rows(self.config, 1, self.length).with_turns(self.config)
+        row = context.segment_ids, context.positions, context.known_turns
         return nnx.state(self.build()), h, cotangent, row
 
     def shapes(self) -> Arguments:

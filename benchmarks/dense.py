@@ -27,7 +27,7 @@ def parallel_layer(
     """The parallel transformer layer (eq 1), one document per row, with another way to attend."""
     config = layer.attention.config
     query, key, value = layer.attention.qkv(h)
-    turn = context.rotation(config, config.head_dim)
+    turn = context.turns(config).heads
     heads = attend(rotate_heads(query, turn), rotate_heads(key, turn), value)
     return layer.attention.output(merge_heads(heads)) + layer.feed_forward(h)
 

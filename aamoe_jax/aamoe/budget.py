@@ -121,10 +121,12 @@ class BudgetPredictor(nnx.Module):
 
     def __init__(self, width: int, config: BudgetConfig, *, rngs: nnx.Rngs):
         hidden = config.predictor_width
-        self.hidden_kernel = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (width, hidden)))
-        self.hidden_bias = nnx.Param(jnp.zeros(hidden))
-        self.output_kernel = nnx.Param(jnp.zeros(hidden))
-        self.output_bias = nnx.Param(jnp.zeros(()))
+        self.hidden_kernel = nnx.Param(
+            width**-0.5 * jax.random.normal(rngs.params(), (width, hidden)), axes=("storage", None)
+        )
+        self.hidden_bias = nnx.Param(jnp.zeros(hidden), axes=(None,))
+        self.output_kernel = nnx.Param(jnp.zeros(hidden), axes=(None,))
+        self.output_bias = nnx.Param(jnp.zeros(()), axes=())
 
     def __call__(self, h: Float[Array, "b L d"], beta: Float[Array, ""] | float) -> Float[Array, "b L"]:
         """Predicted real budgets. Gradients stop at h: predicting never changes what is predicted."""

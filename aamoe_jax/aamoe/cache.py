@@ -66,7 +66,7 @@ class Cache(NamedTuple):
         return by_head.reshape(query.shape[0], -1, by_head.shape[1]).sum(1)[:, None]
 
     def _heads(self, x: Float[Array, "b L d"]) -> Float[Array, "G L k"]:
-        return flat_heads(split_heads(x, self.router_key.shape[0] // x.shape[0]))
+        return flat_heads(split_heads(x, self.router_key.shape[-1]))
 
 
 def empty_cache(config: ModelConfig, rows: int, length: int) -> Cache:

@@ -1,7 +1,8 @@
 """The AA-MoE layer, top to bottom: resources -> scores -> budget -> allocation -> attention (section 2.2).
 
 Shapes: b rows, L tokens per row (padded to whole chunks), m tokens per chunk, l chunks per row, E experts, A = l + E
-resources to choose from, K slots per token, T = b L, d width, H heads, k = d / H.
+resources to choose from, K slots per token, T = b L, d width, H heads, k = d / H. Over a mesh (`shards.py`): n of the L
+tokens are here, s of them attend together, with some of the heads.
 """
 
 from __future__ import annotations
@@ -12,27 +13,27 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from aamoe_jax.aamoe import allocation as allocation_lib
 from aamoe_jax.aamoe import budget as budget_lib
-from aamoe_jax.aamoe import resources, statistics
+from aamoe_jax.aamoe import parallel, resources, statistics
 from aamoe_jax.aamoe.allocation import Allocation, BiasScale, Choices, Ranking
 from aamoe_jax.aamoe.cache import Cache, empty_cache
+from aamoe_jax.aamoe.parallel import Given, Softmax
 from aamoe_jax.aamoe.router import Router
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.layers import (
     Projection,
     QueryKeyValue,
-    Rotation,
     merge_heads,
     residual_gain,
     rotate_heads,
     split_heads,
 )
 from aamoe_jax.mixers.base import Context, Statistics
+from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS
 from pallas_kernels.block_sparse_attention import (
-    Attention,
     Pairs,
     Slots,
     Window,
@@ -53,35 +54,37 @@ class AAMoELayer(nnx.Module):
         layer, width = config.aamoe, config.d_model
         shape = (layer.num_experts, layer.chunk_size, width)
         self.qkv = QueryKeyValue(config, rngs=rngs)
-        self.output = Projection(width, width, rngs=rngs, gain=residual_gain(config))
+        self.output = Projection(width, width, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config))
         self.router = Router(config, rngs=rngs)
-        self.importance = nnx.Param(jnp.zeros(width))
+        self.importance = nnx.Param(jnp.zeros(width), axes=(None,))
         # Standard deviation 1 is that of W^K h and W^V h (decision 29).
-        self.expert_keys = nnx.Param(jax.random.normal(rngs.params(), shape))
-        self.expert_values = nnx.Param(jax.random.normal(rngs.params(), shape))
+        axes = ("resources", "storage", "heads")
+        self.expert_keys = nnx.Param(jax.random.normal(rngs.params(), shape), axes=axes)
+        self.expert_values = nnx.Param(jax.random.normal(rngs.params(), shape), axes=axes)
         if layer.budget.normalizer == "row":
             self.predictor = budget_lib.BudgetPredictor(width, layer.budget, rngs=rngs)
         if layer.null_slot == "learned":
-            self.null_logit = nnx.Param(jnp.zeros(config.num_heads))
+            self.null_logit = nnx.Param(jnp.zeros(config.num_heads), axes=("heads",))
 
-    def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
+    def __call__(self, h: Float[Array, "b n d"], context: Context) -> tuple[Float[Array, "b n d"], Statistics]:
         """The layer's output, 0 for tokens without budget, and its statistics."""
         length = h.shape[1]
         h, context = self._prepare(h, context)
-        allocation, about_budget = self._allocate(h, context)
-        attention = self._attend(h, allocation, context)
-        output = self.output(merge_heads(attention.output.reshape(*h.shape[:2], self.config.num_heads, -1)))
-        mass = self._slot_mass(attention, allocation)
+        together = context.shards.gather(h, TENSOR)
+        allocation, about_budget = self._allocate(h, together, context)
+        heads, mass, overflow = self._attend(together, allocation, context)
+        output = context.shards.scatter_sum(self.output(merge_heads(heads)), TENSOR)
         about = statistics.spending(
             allocation,
             mass,
             about_budget.pop("wanted"),
             context.real,
             context.beta * context.real.sum().astype(jnp.float32),
-            num_chunks=self._num_chunks(h),
+            num_chunks=self._num_chunks(context),
             num_experts=self.config.aamoe.num_experts,
             local_first=self._local_first,
         )
+        about["overflow"] = overflow / context.shards.tensor  # every part of the heads has the same pairs
         per_token = {"spent": allocation.count, "budget": about_budget.pop("budget")}
         if context.detail == "resources":
             per_token |= {"resource": allocation.resource, "mass": mass, "probability": about_budget.pop("probability")}
@@ -89,15 +92,20 @@ class AAMoELayer(nnx.Module):
             about |= {name: value[:, :length] for name, value in per_token.items()}
         return output[:, :length], about | about_budget
 
-    def allocate(self, h: Float[Array, "b L d"], context: Context) -> Allocation:
+    def allocate(self, h: Float[Array, "b n d"], context: Context) -> Allocation:
         """Which resources every token of h gets (eq 8); rows are padded to whole chunks."""
-        return self._allocate(*self._prepare(h, context))[0]
+        h, context = self._prepare(h, context)
+        return self._allocate(h, context.shards.gather(h, TENSOR), context)[0]
 
-    def _allocate(self, h: Float[Array, "b L d"], context: Context) -> tuple[Allocation, Statistics]:
-        layer = self.config.aamoe
-        scores = self.router(h, context.rotation(self.config, self.config.d_model))
-        chunk = jnp.broadcast_to(resources.chunk_of(h.shape[1], layer.chunk_size), h.shape[:2])
-        chunks = resources.available_chunks(context.segment_ids, layer.chunk_size)
+    def _allocate(
+        self, h: Float[Array, "b n d"], together: Float[Array, "b s d"], context: Context
+    ) -> tuple[Allocation, Statistics]:
+        m, turns = self.config.aamoe.chunk_size, context.turns(self.config)
+        ends = context.shards.gather(resources.chunk_ends(together, m), RESOURCE)
+        scores = self.router(h, turns.tokens, ends, turns.ends, context.shards)
+        chunk = context.index // m
+        chunk_segment = resources.chunk_ends(context.segment_ids, m)
+        chunks = resources.available_chunks(chunk, context.segments_here, chunk_segment)
         choices = self._choices(*scores, chunk, chunks, context)
         budget, count, about = self._budgets(h, choices.most, context)
         ranking = self._rank(choices, chunk, count, context)
@@ -149,27 +157,32 @@ class AAMoELayer(nnx.Module):
         return Ranking(best, index, partition)
 
     def _budgets(
-        self, h: Float[Array, "b L d"], most: Int[Array, "b L"], context: Context
-    ) -> tuple[Float[Array, "b L"], Int[Array, "b L"], Statistics]:
-        """Real budgets, resources given (at most `most`), and statistics of the budget."""
-        config, real = self.config.aamoe.budget, context.real
+        self, h: Float[Array, "b n d"], most: Int[Array, "b n"], context: Context
+    ) -> tuple[Float[Array, "b n"], Int[Array, "b n"], Statistics]:
+        """Real budgets, resources given (at most `most`), and statistics of the budget.
+
+        Budgets are a matter of the whole row: one number of every token is gathered, and all shards compute the same.
+        """
+        config, shards, real = self.config.aamoe.budget, context.shards, context.segment_ids > 0
         if context.budget == "prefix":
-            budget = budget_lib.prefix_budgets(self._importance(h), context.segment_ids, context.beta)
+            importance = shards.gather(self._importance(h), TOKENS)
+            budget = budget_lib.prefix_budgets(importance, context.segment_ids, context.beta)
         elif context.budget == "row":
-            budget = budget_lib.row_budgets(self._importance(h), real, context.beta)
+            budget = budget_lib.row_budgets(shards.gather(self._importance(h), TOKENS), real, context.beta)
         else:
-            budget = jnp.where(real, self._predict(h, context), 0.0)
+            budget = jnp.where(real, shards.gather(self._predict(h, context), TOKENS), 0.0)
         floor = budget_lib.floor_row_budgets if context.budget == "row" else budget_lib.floor_causal_budgets
         wanted = floor(budget)
-        count = jnp.where(real, jnp.minimum(wanted, most), 0)
+        count = jnp.where(real, jnp.minimum(wanted, shards.gather(most, TOKENS)), 0)
         if context.budget in budget_lib.CAPPED:
             count = budget_lib.cap_spending(count, real, context.beta, config.slack)
+        budget, wanted, count = (shards.part(x, TOKENS) for x in (budget, wanted, count))
         about = {"wanted": wanted, "budget": budget}
         if context.budget == "row" and config.normalizer == "row":
-            predicted, slots = self._predict(h, context), self._slots_of(h, context)
+            predicted, slots = self._predict(h, context), self._slots_of(context)
             guess = budget_lib.floor_causal_budgets(predicted)
-            about |= statistics.prediction(predicted, guess, wanted, real, slots)
-            about["predictor_loss"] = budget_lib.predictor_loss(predicted, wanted, real, slots)
+            about |= statistics.prediction(predicted, guess, wanted, context.real, slots)
+            about["predictor_loss"] = budget_lib.predictor_loss(predicted, wanted, context.real, slots)
         return budget, count, about
 
     def _importance(self, h: Float[Array, "b L d"]) -> Float[Array, "b L"]:
@@ -184,52 +197,107 @@ class AAMoELayer(nnx.Module):
             )
         return self.predictor(h, context.beta)
 
-    def _attend(self, h: Float[Array, "b L d"], allocation: Allocation, context: Context) -> Attention:
-        layer, turn = self.config.aamoe, context.rotation(self.config, self.config.head_dim)
-        query, key, value = self.qkv(h)
-        expert_keys = self.qkv.norm_key(split_heads(self.expert_keys[...].astype(h.dtype), self.config.num_heads))
+    def _attend(
+        self, together: Float[Array, "b s d"], allocation: Allocation, context: Context
+    ) -> tuple[Float[Array, "b s H k"], Float[Array, "b n K"], Num[Array, ""] | int]:
+        """Heads of the tokens that attend together, attention mass of every slot, and pairs that had no room."""
+        shards = context.shards
+        query, key, value = self.qkv(together)
+        key = rotate_heads(key, context.turns(self.config).heads_here(shards))
         # Eq 9: chunk keys are projected, then rotated; expert rows are neither.
-        keys = resources.representation_tensor(merge_heads(rotate_heads(key, turn)), merge_heads(expert_keys))
-        values = resources.representation_tensor(merge_heads(value), self.expert_values[...])
-        pairs, window = self._pairs(allocation, context)
+        expert_key, expert_value = (
+            split_heads(x[...].astype(together.dtype), self.config.head_dim)
+            for x in (self.expert_keys, self.expert_values)
+        )
+        experts = self.qkv.norm_key(expert_key), expert_value
+        given = self._given_together(allocation, context)
+        attend = self._attend_here if shards.resource == 1 else self._attend_everywhere
+        attention, mass, overflow = attend(query, (key, value), experts, given, context)
+        used = jnp.arange(mass.shape[-1]) < given.count[..., None]
+        mass = shards.scatter_sum(jnp.where(used, mass, 0), TENSOR) / shards.tensor
+        return self._beside_null(attention), mass, overflow
+
+    def _attend_here(
+        self,
+        query: Float[Array, "b L H k"],
+        chunks: tuple[Float[Array, "b L H k"], Float[Array, "b L H k"]],
+        experts: tuple[Float[Array, "E m H k"], Float[Array, "E m H k"]],
+        given: Given,
+        context: Context,
+    ) -> tuple[Softmax, Float[Array, "b L K"], int]:
+        """All resources are here: one call, the window in it."""
+        rows, length = context.segment_ids.shape
+        keys, values = (resources.representation_tensor(x, y) for x, y in zip(chunks, experts, strict=True))
+        window, routed = self._window_apart(given)
+        if window is not None:
+            segment = (length + 1) * jnp.arange(rows)[:, None] + context.segment_ids
+            window = Window(window.reshape(-1), segment.reshape(-1))
+        resource = resources.flat_index(routed.resource, self._num_chunks(context))
         attention = block_sparse_attention(
-            _flatten_tokens(rotate_heads(query, turn)),
+            _flatten_tokens(rotate_heads(query, context.turns(self.config).heads)),
             _flatten_tokens(query),
-            split_heads(keys, self.config.num_heads),
-            split_heads(values, self.config.num_heads),
-            pairs,
-            num_context=keys.shape[0] - layer.num_experts,
-            max_pairs=self._max_pairs(h, pairs.resource.shape[-1], context),
+            keys,
+            values,
+            Pairs(*map(_flatten_tokens, routed._replace(resource=resource))),
+            num_context=keys.shape[0] - self.config.aamoe.num_experts,
+            max_pairs=self._max_pairs(context, routed.resource.shape[-1]),
             window=window,
             max_score=self.qkv.max_score(),
-            row_chunks=allocation.count.shape[1] // layer.chunk_size,
+            row_chunks=self._num_chunks(context),
             implementation=self.config.kernel,
         )
-        return attention._replace(output=self._beside_null(attention.output, attention.lse))
+        output, lse, mass = (x.reshape(rows, length, *x.shape[1:]) for x in attention)
+        if window is not None:  # the window's share is what the routed resources leave over
+            mass = jnp.concatenate([1.0 - mass.sum(-1, keepdims=True), mass], axis=-1)
+        return Softmax(output, lse), mass, 0
 
-    def _beside_null(self, output: Float[Array, "T H k"], lse: Float[Array, "T H"]) -> Float[Array, "T H k"]:
+    def _attend_everywhere(
+        self,
+        query: Float[Array, "b s H k"],
+        chunks: tuple[Float[Array, "b s H k"], Float[Array, "b s H k"]],
+        experts: tuple[Float[Array, "e m H k"], Float[Array, "e m H k"]],
+        given: Given,
+        context: Context,
+    ) -> tuple[Softmax, Float[Array, "b s K"], Int[Array, ""]]:
+        """Resources are divided over the mesh (`parallel.py`)."""
+        turns, shards = context.turns(self.config), context.shards
+        how = {"max_score": self.qkv.max_score(), "kernel": self.config.kernel}
+        window, rest = self._window_apart(given)
+        max_pairs = self._max_pairs(context, rest.resource.shape[-1])
+        routed = parallel.routed_attention(
+            query, chunks, experts, rest, turns.heads, shards, max_pairs=max_pairs, **how
+        )
+        if window is None:
+            return routed
+        turned, m = rotate_heads(query, turns.heads_here(shards)), self.config.aamoe.chunk_size
+        near = parallel.window_attention(turned, chunks, window, context.segment_ids, shards, m=m, **how)
+        whole = parallel.together(routed.attention, near)
+        left = jax.lax.stop_gradient(jnp.exp(routed.attention.lse - whole.lse)).mean(-1, keepdims=True)
+        mass = jnp.concatenate([1.0 - left, left * routed.mass], axis=-1)
+        return whole, mass, routed.overflow
+
+    def _beside_null(self, attention: Softmax) -> Float[Array, "b s H k"]:
         """A key with value 0 and logit n takes exp(n) / (exp(n) + exp(lse)) of the attention."""
         if self.config.aamoe.null_slot == "none":
-            return output
-        kept = jax.nn.sigmoid(lse - self.null_logit[...])
-        return output * kept[..., None].astype(output.dtype)
+            return attention.output
+        kept = jax.nn.sigmoid(attention.lse - self.null_logit[...])
+        return attention.output * kept[..., None].astype(attention.output.dtype)
 
-    def _pairs(self, allocation: Allocation, context: Context) -> tuple[Pairs, Window | None]:
-        """The allocation as the kernel wants it: flat tokens, flat resources, visible prefixes, the window apart."""
-        layer = self.config.aamoe
-        length, chunk = allocation.count.shape[1], layer.chunk_size
-        own = resources.chunk_of(length, chunk)[None, :, None]
-        offset = (jnp.arange(length) % chunk)[None, :, None]
-        visible = jnp.where(allocation.resource == self._partial_chunk(own), offset + 1, chunk)
-        resource = resources.flat_index(allocation.resource, length // chunk)
-        pairs = Pairs(*map(_flatten_tokens, (resource, self._bias(allocation), visible)), allocation.count.reshape(-1))
-        if layer.local != "window":
-            return pairs, None
-        rows = jnp.arange(context.segment_ids.shape[0])[:, None]
-        segment = rows * (length + 1) + context.segment_ids
-        window = Window(jnp.where(pairs.count > 0, pairs.bias[:, 0], -jnp.inf), segment.reshape(-1))
-        routed = Pairs(*(x[:, 1:] for x in pairs[:3]), jnp.maximum(pairs.count - 1, 0))
-        return routed, window
+    def _given_together(self, allocation: Allocation, context: Context) -> Given:
+        """What the tokens that attend together were given."""
+        shards, m = context.shards, self.config.aamoe.chunk_size
+        offset, own = context.index % m, context.index // m
+        visible = jnp.where(allocation.resource == self._partial_chunk(own)[..., None], offset[..., None] + 1, m)
+        given = Given(allocation.resource, self._bias(allocation), visible, allocation.count)
+        return Given(*(shards.gather(x, TENSOR) for x in given))
+
+    def _window_apart(self, given: Given) -> tuple[Float[Array, "b s"] | None, Given]:
+        """The bias of the window, which the first slot buys, and the slots that are routed."""
+        if self.config.aamoe.local != "window":
+            return None, given
+        resource, bias, visible, count = given
+        routed = Given(resource[..., 1:], bias[..., 1:], visible[..., 1:], jnp.maximum(count - 1, 0))
+        return jnp.where(count > 0, bias[..., 0], -jnp.inf), routed
 
     def _partial_chunk(self, own: Int[Array, "*tokens"]) -> Int[Array, "*tokens"]:
         """The chunk of which a token sees a prefix alone: its own up to itself; with a window, of the one before what
@@ -249,23 +317,22 @@ class AAMoELayer(nnx.Module):
         """The cache after a prompt: its pages, and what it spent. Every row is one document and its padding."""
         h, context = self._prepare(h, context)
         _, key, value = self.qkv(h)
-        key = rotate_heads(key, context.rotation(self.config, self.config.head_dim))
-        chunk_size, turn = self.config.aamoe.chunk_size, context.rotation(self.config, self.config.d_model)
-        ends = Rotation(*(resources.chunk_ends(x, chunk_size) for x in turn))
-        router_key = self.router.chunk_keys(resources.chunk_ends(h, chunk_size), ends)
+        turns = context.turns(self.config)
+        key = rotate_heads(key, turns.heads)
+        router_key = self.router.chunk_keys(resources.chunk_ends(h, self.config.aamoe.chunk_size), turns.ends)
         importance = jnp.where(context.real, self._importance(h), -jnp.inf)
         log_mean = jax.nn.logsumexp(importance, axis=-1) - jnp.log(context.real.sum(-1))
-        spent = self._allocate(h, context)[0].count.sum(-1)
+        spent = self._allocate(h, h, context)[0].count.sum(-1)
         return cache.fill(merge_heads(key), merge_heads(value), router_key)._replace(
             log_mean=jnp.stack([log_mean, jnp.zeros_like(log_mean)], axis=1), spent=spent
         )
 
     def decode(self, h: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
         """One more token in every row, at `context.positions`: what the layer would give it in a row of all of them."""
-        context, layer, heads = self._scaled(context), self.config.aamoe, self.config.num_heads
+        context, layer, size = self._scaled(context), self.config.aamoe, self.config.head_dim
         query, key, value = self.qkv(h)
-        turn_heads = context.rotation(self.config, self.config.head_dim)
-        turn = context.rotation(self.config, self.config.d_model)
+        turns = context.turns(self.config)
+        turn_heads, turn = turns.heads, turns.tokens
         keys = (merge_heads(rotate_heads(key, turn_heads)), merge_heads(value), self.router.chunk_keys(h, turn))
         cache = cache.write(context.positions, *keys)
         chunk = context.positions // layer.chunk_size
@@ -279,14 +346,15 @@ class AAMoELayer(nnx.Module):
         output, lse = paged_attention(
             rotate_heads(query, turn_heads)[:, 0],
             query[:, 0],
-            split_heads(cache.key, heads),
-            split_heads(cache.value, heads),
-            split_heads(self.expert_keys[...], heads),
-            split_heads(self.expert_values[...], heads),
+            split_heads(cache.key, size),
+            split_heads(cache.value, size),
+            split_heads(self.expert_keys[...], size),
+            split_heads(self.expert_values[...], size),
             self._paged_slots(allocation, context.positions),
             norm_expert_key=self.qkv.norm_key,
         )
-        return self.output(merge_heads(self._beside_null(output, lse)))[:, None], cache
+        heads = self._beside_null(Softmax(output[:, None], lse[:, None]))
+        return self.output(merge_heads(heads)), cache
 
     def _next_budget(
         self, h: Float[Array, "b 1 d"], most: Int[Array, "b 1"], context: Context, cache: Cache
@@ -324,21 +392,13 @@ class AAMoELayer(nnx.Module):
             count = jnp.where(count > 0, count + 1, 0)
         return Slots(resource, bias, begin, end, count)
 
-    def _slot_mass(self, attention: Attention, allocation: Allocation) -> Float[Array, "b L K"]:
-        """Attention mass of every slot; the window's is what the routed ones leave over."""
-        mass = attention.mass
-        if self.config.aamoe.local == "window":
-            mass = jnp.concatenate([1.0 - mass.sum(-1, keepdims=True), mass], axis=-1)
-        mass = mass.reshape(allocation.resource.shape)
-        return jnp.where(jnp.arange(mass.shape[-1]) < allocation.count[..., None], mass, 0.0)
-
     @property
     def _local_first(self) -> bool:
         """Whether rank 1 is the local resource, bought before any other (decision 03)."""
         return self.config.aamoe.local in ("window", "chunk")
 
-    def _num_chunks(self, h: Float[Array, "b L d"]) -> int:
-        return h.shape[1] // self.config.aamoe.chunk_size
+    def _num_chunks(self, context: Context) -> int:
+        return context.segment_ids.shape[1] // self.config.aamoe.chunk_size
 
     @property
     def _bias_scale(self) -> BiasScale:
@@ -351,8 +411,8 @@ class AAMoELayer(nnx.Module):
         limit = self.config.aamoe.max_resources
         return most if limit is None else min(math.floor(limit * max(max_scale, 1.0)), most)
 
-    def _slots_of(self, h: Float[Array, "b L d"], context: Context) -> int:
-        return self._slots(self._num_chunks(h) + self.config.aamoe.num_experts, context.max_scale)
+    def _slots_of(self, context: Context) -> int:
+        return self._slots(self._num_chunks(context) + self.config.aamoe.num_experts, context.max_scale)
 
     def _most(self, slots: int, context: Context) -> Int[Array, ""] | int:
         """Most resources of one token: K_max, which grows with a dial above 1."""
@@ -362,10 +422,10 @@ class AAMoELayer(nnx.Module):
         scale = jnp.clip(context.scale, 1.0, max(context.max_scale, 1.0))
         return jnp.minimum(jnp.floor(limit * scale + 1e-4).astype(jnp.int32), slots)
 
-    def _max_pairs(self, h: Float[Array, "b L d"], slots: int, context: Context) -> int:
+    def _max_pairs(self, context: Context, slots: int) -> int:
         """Static bound on the pairs of the batch: sum_i B_i <= B in a row, plus the slack of causal budgets (decision
         26)."""
-        rows, length = h.shape[:2]
+        rows, length = context.segment_ids.shape
         if context.budget == "predictor_uncapped":
             return rows * length * slots
         slack = 0 if context.budget == "row" else self.config.aamoe.budget.slack
@@ -383,13 +443,13 @@ class AAMoELayer(nnx.Module):
 
     def _pad_to_chunks(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b M d"], Context]:
         """Rows as whole chunks. Padding has segment 0: no budget, and no chunk that ends in it is available."""
-        extra = -h.shape[1] % self.config.aamoe.chunk_size
+        extra = -context.segment_ids.shape[1] % self.config.aamoe.chunk_size
         if extra == 0:
             return h, context
         pad = ((0, 0), (0, extra))
         segment_ids, positions = jnp.pad(context.segment_ids, pad), jnp.pad(context.positions, pad)
         # Rotations of the shorter rows are dropped with the rest.
-        padded = dataclasses.replace(context, segment_ids=segment_ids, positions=positions, rotations={})
+        padded = dataclasses.replace(context, segment_ids=segment_ids, positions=positions, known_turns=None)
         return jnp.pad(h, (*pad, (0, 0))), padded
 
 

@@ -1,7 +1,7 @@
 """Resources: chunks of context and experts under one index (eq 5-7, 9; decisions 03-04, 30).
 
-Shapes: b rows, L tokens per row, m tokens per chunk, l = L / m chunks per row, E experts, R = b l + E resources, d
-width.
+Shapes: b rows, L tokens per row, n of them here, m tokens per chunk, l = L / m chunks per row, E experts,
+R = b l + E resources, d width.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
-def representation_tensor(context: Float[Array, "b L d"], experts: Float[Array, "E m d"]) -> Float[Array, "R m d"]:
+def representation_tensor(context: Float[Array, "b L *d"], experts: Float[Array, "E m *d"]) -> Float[Array, "R m *d"]:
     """X of eq 6: the l chunks of every row, row after row, then the E experts.
 
     All rows share one table, so the experts are never copied per row. Eq 9 applies W^K (W^V) to the chunk rows alone;
     `context` is therefore given projected, and experts enter verbatim.
     """
-    _, chunk_size, width = experts.shape
-    return jnp.concatenate([context.reshape(-1, chunk_size, width), experts.astype(context.dtype)])
+    return jnp.concatenate([context.reshape(-1, *experts.shape[1:]), experts.astype(context.dtype)])
 
 
 def chunk_ends(x: Array, chunk_size: int) -> Array:
@@ -25,22 +24,21 @@ def chunk_ends(x: Array, chunk_size: int) -> Array:
     return x[:, chunk_size - 1 :: chunk_size]
 
 
-def chunk_of(length: int, chunk_size: int) -> Int[Array, "L"]:
-    """The chunk that each token of a row belongs to."""
-    return jnp.arange(length) // chunk_size
-
-
-def available_chunks(segment_ids: Int[Array, "b L"], chunk_size: int) -> Bool[Array, "b L l"]:
+def available_chunks(
+    chunk: Int[Array, "b n"], segment: Int[Array, "b n"], chunk_segment: Int[Array, "b l"]
+) -> Bool[Array, "b n l"]:
     """Whether chunk j may be chosen by token i: completed before the token's own chunk began, and of its document.
+
+    Args:
+      chunk, segment: the tokens' own chunks and documents.
+      chunk_segment: the document of every chunk's last token.
 
     Documents start at chunk boundaries (decision 30), so a completed chunk belongs to one document, its last token's.
     An incomplete chunk ends in padding (segment 0), which no token shares.
     """
-    own = chunk_of(segment_ids.shape[1], chunk_size)
-    chunk_segment = chunk_ends(segment_ids, chunk_size)
-    earlier = jnp.arange(chunk_segment.shape[1]) < own[:, None]
-    real = segment_ids > 0
-    return earlier & real[:, :, None] & (segment_ids[:, :, None] == chunk_segment[:, None, :])
+    earlier = jnp.arange(chunk_segment.shape[1]) < chunk[..., None]
+    same = segment[..., None] == chunk_segment[:, None]
+    return earlier & same & (segment > 0)[..., None]
 
 
 def flat_index(resource: Int[Array, "b L K"], num_chunks: int) -> Int[Array, "b L K"]:

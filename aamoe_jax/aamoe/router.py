@@ -1,6 +1,6 @@
 """Router scores r_ij of every resource for every token (eq 4; decisions 04-06).
 
-Shapes: b rows, L tokens per row, l chunks per row, E experts, d width. Everything here is float32 (decision 38).
+Shapes: b rows, n tokens of each, l chunks per row, E experts, d width. Everything here is float32 (decision 38).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from aamoe_jax.aamoe.resources import chunk_ends
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Rotation, rotate
+from aamoe_jax.shards import RESOURCE, WHOLE, Shards
 
 # Accelerators multiply float32 in fewer bits unless told otherwise, and choices would flip.
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -25,17 +25,27 @@ class Router(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width = config.d_model
-        self.context_kernel = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (width, width)))
-        self.expert_embeddings = nnx.Param(jax.random.normal(rngs.params(), (config.aamoe.num_experts, width)))
-        self.chunk_size = config.aamoe.chunk_size
+        kernel = width**-0.5 * jax.random.normal(rngs.params(), (width, width))
+        embeddings = jax.random.normal(rngs.params(), (config.aamoe.num_experts, width))
+        self.context_kernel = nnx.Param(kernel, axes=("storage", None))
+        self.expert_embeddings = nnx.Param(embeddings, axes=("resources", "storage"))
         self.rope = config.aamoe.router_rope
 
     def __call__(
-        self, h: Float[Array, "b L d"], turn: Rotation
-    ) -> tuple[Float[Array, "b L l"], Float[Array, "b L E"], Float[Array, "b L"]]:
-        """Scores of the row's chunks, of the experts, and of the token's neighbourhood; `turn` has the width of h."""
-        ends, turn_of_ends = chunk_ends(h, self.chunk_size), Rotation(*(chunk_ends(x, self.chunk_size) for x in turn))
-        query, experts, local = self.project(h, turn)
+        self,
+        h: Float[Array, "b n d"],
+        turn: Rotation,
+        ends: Float[Array, "b l d"],
+        turn_of_ends: Rotation,
+        shards: Shards = WHOLE,
+    ) -> tuple[Float[Array, "b n l"], Float[Array, "b n E"], Float[Array, "b n"]]:
+        """Scores of the row's chunks, of the experts, and of the token's neighbourhood.
+
+        Args:
+          ends: h of the last token of every chunk of the row.
+          turn, turn_of_ends: of the width of h.
+        """
+        query, experts, local = self.project(h, turn, shards)
         chunks = jnp.einsum("bid,bjd->bij", query, self.chunk_keys(ends, turn_of_ends), precision=HIGHEST)
         return chunks, experts, local
 
@@ -45,8 +55,8 @@ class Router(nnx.Module):
         return rotate(ends, turn) if self.rope == "relative" else ends
 
     def project(
-        self, h: Float[Array, "b L d"], turn: Rotation
-    ) -> tuple[Float[Array, "b L d"], Float[Array, "b L E"], Float[Array, "b L"]]:
+        self, h: Float[Array, "b n d"], turn: Rotation, shards: Shards = WHOLE
+    ) -> tuple[Float[Array, "b n d"], Float[Array, "b n E"], Float[Array, "b n"]]:
         """The vector whose dot product with a chunk's key is the chunk's score, and the scores of the experts and of
         the token's own neighbourhood.
 
@@ -57,5 +67,7 @@ class Router(nnx.Module):
         scale = h.shape[-1] ** -0.5
         query = scale * jnp.matmul(h, self.context_kernel[...], precision=HIGHEST)
         local = jnp.sum(query * h, axis=-1)
-        experts = scale * jnp.matmul(h, self.expert_embeddings[...].T, precision=HIGHEST)
+        # Every token scores all experts: of each it takes one vector, m times less than its keys.
+        embeddings = shards.gather(self.expert_embeddings[...], RESOURCE, 0)
+        experts = scale * jnp.matmul(h, embeddings.T, precision=HIGHEST)
         return rotate(query, turn) if self.rope == "relative" else query, experts, local

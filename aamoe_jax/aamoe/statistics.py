@@ -16,6 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 from aamoe_jax.aamoe.allocation import Allocation
 from aamoe_jax.mixers.base import Statistics
 
+MAXIMA = ("max_budget",)
+"""What is a largest value, and not a sum."""
+
 
 def spending(
     allocation: Allocation,
@@ -89,19 +92,16 @@ def prediction(
 
 def combine(left: Statistics, right: Statistics) -> Statistics:
     """Statistics of two micro-batches together."""
-    return {
-        name: jnp.maximum(left[name], right[name]) if name == "max_budget" else left[name] + right[name]
-        for name in left
-    }
+    return {name: jnp.maximum(left[name], right[name]) if name in MAXIMA else left[name] + right[name] for name in left}
 
 
 def summarize(statistics: Statistics) -> dict[str, Any]:
     """Figures per layer, on the host: lists with one float per AA-MoE layer.
 
     Shares are of pairs and of the attention that resources get (a null slot's is left out); `utilisation` is pairs
-    over B; `expert_entropy` is that of the expert load over its maximum log E (1: all experts equally used);
-    `dead_experts` the share of experts that nobody chose; `predictor_affords` one list per layer, its k-th figure the
-    accuracy of [B_i >= k].
+    over B; `overflow` what was dropped at `MeshConfig.pair_bound`, over all pairs; `expert_entropy` is that of the
+    expert load over its maximum log E (1: all experts equally used); `dead_experts` the share of experts that nobody
+    chose; `predictor_affords` one list per layer, its k-th figure the accuracy of [B_i >= k].
     """
     if not statistics:
         return {}
@@ -116,6 +116,7 @@ def summarize(statistics: Statistics) -> dict[str, Any]:
         "one_budget": s["one"] / tokens,
         "max_budget": s["max_budget"],
         "clip_rate": s["clipped"] / np.maximum(pairs + s["clipped"], 1),
+        "overflow": s["overflow"] / np.maximum(pairs, 1),
     }
     for kind in ("local", "context", "expert"):
         result[f"pairs_{kind}"] = s[f"pairs_{kind}"] / np.maximum(pairs, 1)

@@ -71,7 +71,7 @@ class Plan:
     def context(self, segment_ids: Int[Array, "b L"], positions: Int[Array, "b L"], scale: Scale) -> Context:
         """What every mixer is told."""
         context = Context(segment_ids, positions, self.budget, 0.0, scale=scale, max_scale=self.max_budget_scale)
-        return context.with_rotations(self.config)
+        return context.with_turns(self.config)
 
 
 class Decoder:

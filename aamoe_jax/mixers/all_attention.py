@@ -11,18 +11,19 @@ from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads, split_heads
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
+from aamoe_jax.shards import RESOURCE, TENSOR
 
 Heads = Float[Array, "b _ H k"]
 
 
 def joint_attention(
     query: Float[Array, "b L H k"],
-    key: Float[Array, "b L H k"],
-    value: Float[Array, "b L H k"],
+    key: Float[Array, "b S H k"],
+    value: Float[Array, "b S H k"],
     query_memory: Float[Array, "b L H k"],
     memory_key: Float[Array, "n H k"],
     memory_value: Float[Array, "n H k"],
-    mask: Bool[Array, "b L L"],
+    mask: Bool[Array, "b L S"],
 ) -> Float[Array, "b L H k"]:
     """softmax([q K^T, q_m M_k^T] / sqrt(k)) [V; M_v]: one softmax over context and memory, in float32."""
     scale = query.shape[-1] ** -0.5
@@ -43,16 +44,22 @@ class AllAttentionLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.qkv = QueryKeyValue(config, rngs=rngs)
-        self.output = Projection(config.d_model, config.d_model, rngs=rngs, gain=residual_gain(config))
+        self.output = Projection(
+            config.d_model, config.d_model, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config)
+        )
         # Standard deviation 1 is that of W^K h and W^V h: both compete under one softmax from the start.
-        self.memory_keys = nnx.Param(jax.random.normal(rngs.params(), (config.ff_width, config.d_model)))
-        self.memory_values = nnx.Param(jax.random.normal(rngs.params(), (config.ff_width, config.d_model)))
+        shape, axes = (config.ff_width, config.d_model), ("storage", "heads")
+        self.memory_keys = nnx.Param(jax.random.normal(rngs.params(), shape), axes=axes)
+        self.memory_values = nnx.Param(jax.random.normal(rngs.params(), shape), axes=axes)
         self.config = config
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
-        query, turned, key, value = self._rotated(h, context)
-        heads = joint_attention(turned, key, value, query, *self._memory(h.dtype), causal_mask(context.segment_ids))
-        return self.output(merge_heads(heads)), {}
+        shards = context.shards
+        query, turned, key, value = self._rotated(shards.gather(h, TENSOR), context)
+        key, value = (shards.gather(x, RESOURCE) for x in (key, value))
+        mask = shards.part(causal_mask(context.segment_ids), RESOURCE)
+        heads = joint_attention(turned, key, value, query, *self._memory(h.dtype), mask)
+        return shards.scatter_sum(self.output(merge_heads(heads)), TENSOR), {}
 
     def empty_cache(self, rows: int, length: int) -> KeyValueCache:
         """Room for `length` tokens in every row; the memory needs none."""
@@ -81,12 +88,12 @@ class AllAttentionLayer(nnx.Module):
     def _memory(self, dtype: jnp.dtype) -> tuple[Float[Array, "n H k"], Float[Array, "n H k"]]:
         """The persistent keys (normed as those of tokens are) and values, head by head."""
         keys, values = (
-            split_heads(x[...].astype(dtype), self.config.num_heads) for x in (self.memory_keys, self.memory_values)
+            split_heads(x[...].astype(dtype), self.config.head_dim) for x in (self.memory_keys, self.memory_values)
         )
         return self.qkv.norm_key(keys), values
 
     def _rotated(self, h: Float[Array, "b L d"], context: Context) -> tuple[Heads, Heads, Heads, Heads]:
         """Queries, queries and keys turned to their positions, values."""
         query, key, value = self.qkv(h)
-        turn = context.rotation(self.config, self.config.head_dim)
+        turn = context.turns(self.config).heads_here(context.shards)
         return query, rotate_heads(query, turn), rotate_heads(key, turn), value

@@ -3,6 +3,9 @@
 A mixer is a module with `__call__(h, context) -> (output, statistics)`: h [b, L, d] is the normed input of the block,
 output [b, L, d] is added to the residual stream, statistics is a flat dict of arrays (empty for dense mixers).
 
+Over a mesh h is the part of the rows and tokens that `shards.py` says, parameters are divided as their `axes` say, and
+output and statistics are of the same tokens; `context.shards` moves what a mixer needs of others.
+
 It decodes through a cache of its own making, a pytree of arrays:
 * `empty_cache(rows, length)`: room for `length` tokens in every row;
 * `fill(h, context, cache)`: the cache after a prompt h [b, L, d] that starts the rows, padded at its end;
@@ -13,8 +16,7 @@ It decodes through a cache of its own making, a pytree of arrays:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Rotation, rotation
+from aamoe_jax.shards import RESOURCE, TOKENS, WHOLE, Shards
 
 BudgetMode = Literal["row", "prefix", "predictor", "predictor_uncapped"]
 Detail = Literal["sums", "tokens", "resources"]
@@ -30,14 +33,29 @@ Cache = Any
 """A pytree of arrays that a mixer makes and reads."""
 
 
+class Turns(NamedTuple):
+    """The rotations that layers turn vectors by: sines are dear, and the same in every layer."""
+
+    heads: Rotation
+    """Of all tokens of the rows, for heads."""
+    tokens: Rotation
+    """Of the tokens here, for the router's vectors."""
+    ends: Rotation
+    """Of the last token of every chunk of the rows, for the router's vectors."""
+
+    def heads_here(self, shards: Shards) -> Rotation:
+        """For the heads of the tokens that attend here."""
+        return Rotation(*(shards.part(x, RESOURCE) for x in self.heads))
+
+
 @dataclasses.dataclass(frozen=True)
 class Context:
     """The batch around the activations, the same for every layer but for `beta`."""
 
     segment_ids: Int[Array, "b L"]
-    """Documents of a row, counted from 1; 0 is padding. Tokens see their own document alone."""
+    """Documents of whole rows, counted from 1; 0 is padding. Tokens see their own document alone."""
     positions: Int[Array, "b L"]
-    """Position of a token in its document."""
+    """Position of a token in its document, for whole rows."""
     budget: BudgetMode
     """Which budgets AA-MoE layers use: the row's, the prefix's, or the predictor's, under the cap or without it."""
     beta: Float[Array, ""] | float
@@ -48,8 +66,10 @@ class Context:
     """The dial: beta is multiplied by it (AA-35). It may change without a new compilation."""
     max_scale: float = 1.0
     """The largest `scale` that the static bounds on work cover; a larger one is cut to it."""
-    rotations: Mapping[int, Rotation] = dataclasses.field(default_factory=dict)
-    """Rotations by width, where they were computed once for all layers."""
+    shards: Shards = WHOLE
+    """Which part of the rows h is."""
+    known_turns: Turns | None = None
+    """Where they were computed once for all layers."""
 
     @classmethod
     def of_rows(cls, config: ModelConfig, rows: int, length: int) -> Context:
@@ -57,23 +77,36 @@ class Context:
         positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
         return cls(jnp.ones((rows, length), jnp.int32), positions, config.aamoe.budget.normalizer, config.betas[0])
 
-    def with_rotations(self, config: ModelConfig) -> Context:
-        """The same with what layers turn heads and router vectors by: sines are dear, and the same in every layer."""
-        widths = (config.head_dim, config.d_model)
-        return dataclasses.replace(
-            self, rotations={width: rotation(self.positions, width, config.rope_base) for width in widths}
+    def with_turns(self, config: ModelConfig) -> Context:
+        """The same with the rotations that all layers share."""
+        return dataclasses.replace(self, known_turns=self.turns(config))
+
+    def turns(self, config: ModelConfig) -> Turns:
+        """The rotations of every position."""
+        if self.known_turns is not None:
+            return self.known_turns
+        ends = self.positions[:, config.aamoe.chunk_size - 1 :: config.aamoe.chunk_size]
+        return Turns(
+            rotation(self.positions, config.head_dim, config.rope_base),
+            rotation(self.shards.part(self.positions, TOKENS), config.d_model, config.rope_base),
+            rotation(ends, config.d_model, config.rope_base),
         )
 
-    def rotation(self, config: ModelConfig, width: int) -> Rotation:
-        """The rotation of every token's position, for vectors of `width`."""
-        if width in self.rotations:
-            return self.rotations[width]
-        return rotation(self.positions, width, config.rope_base)
+    @property
+    def segments_here(self) -> Int[Array, "b n"]:
+        """Documents of the tokens here."""
+        return self.shards.part(self.segment_ids, TOKENS)
 
     @property
-    def real(self) -> Bool[Array, "b L"]:
-        """Tokens that are not padding."""
-        return self.segment_ids > 0
+    def real(self) -> Bool[Array, "b n"]:
+        """Tokens here that are not padding."""
+        return self.segments_here > 0
+
+    @property
+    def index(self) -> Int[Array, "b n"]:
+        """Where in their rows the tokens here stand."""
+        rows, length = self.segment_ids.shape
+        return self.shards.part(jnp.broadcast_to(jnp.arange(length), (rows, length)), TOKENS)
 
 
 def causal_mask(segment_ids: Int[Array, "b L"]) -> Bool[Array, "b L L"]:

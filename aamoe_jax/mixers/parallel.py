@@ -10,30 +10,38 @@ from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
+from aamoe_jax.shards import RESOURCE, TENSOR
 
 
 class FeedForward(nnx.Module):
-    """FF(x) = V ReLU(x K) with K, V of d x d_ff and no bias."""
+    """FF(x) = V ReLU(x K) with K, V of d x d_ff and no bias; of divided hidden units, their part of it."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.key = Projection(config.d_model, config.ff_width, rngs=rngs)
-        self.value = Projection(config.ff_width, config.d_model, rngs=rngs, gain=residual_gain(config))
+        self.key = Projection(config.d_model, config.ff_width, axes=("storage", "heads"), rngs=rngs)
+        self.value = Projection(
+            config.ff_width, config.d_model, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config)
+        )
 
     def __call__(self, h: Float[Array, "b L d"]) -> Float[Array, "b L d"]:
         return self.value(jax.nn.relu(self.key(h)))
 
 
 class CausalAttention(nnx.Module):
-    """Multi-head causal attention over the token's own document: W^O [head_1; ...; head_H]."""
+    """Multi-head causal attention over the token's own document: W^O [head_1; ...; head_H]; of divided heads, their
+    part of it."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.qkv = QueryKeyValue(config, rngs=rngs)
-        self.output = Projection(config.d_model, config.d_model, rngs=rngs, gain=residual_gain(config))
+        self.output = Projection(
+            config.d_model, config.d_model, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config)
+        )
         self.config = config
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b L d"]:
         query, key, value = self._rotated(h, context)
-        heads = jax.nn.dot_product_attention(query, key, value, mask=causal_mask(context.segment_ids)[:, None])
+        key, value = (context.shards.gather(x, RESOURCE) for x in (key, value))
+        mask = context.shards.part(causal_mask(context.segment_ids), RESOURCE)
+        heads = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
         return self.output(merge_heads(heads))
 
     def fill(self, h: Float[Array, "b L d"], context: Context, cache: KeyValueCache) -> KeyValueCache:
@@ -54,7 +62,7 @@ class CausalAttention(nnx.Module):
         self, h: Float[Array, "b L d"], context: Context
     ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L H k"], Float[Array, "b L H k"]]:
         query, key, value = self.qkv(h)
-        turn = context.rotation(self.config, self.config.head_dim)
+        turn = context.turns(self.config).heads_here(context.shards)
         return rotate_heads(query, turn), rotate_heads(key, turn), value
 
 
@@ -67,7 +75,8 @@ class ParallelLayer(nnx.Module):
         self.config = config
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
-        return self.attention(h, context) + self.feed_forward(h), {}
+        h = context.shards.gather(h, TENSOR)
+        return context.shards.scatter_sum(self.attention(h, context) + self.feed_forward(h), TENSOR), {}
 
     def empty_cache(self, rows: int, length: int) -> KeyValueCache:
         """Room for `length` tokens in every row."""

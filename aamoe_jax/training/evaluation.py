@@ -29,10 +29,13 @@ class Validation:
     ):
         trained = config.model.aamoe.budget.normalizer
         budgets = dict.fromkeys((CAUSAL[trained], trained) if "aamoe" in config.model.pattern else (CAUSAL[trained],))
-        self._steps = {budget: jax.jit(make_eval_step(graphdef, budget, byte_lengths)) for budget in budgets}
-        rows = config.training.batch_size // config.training.accumulate
+        self._steps = {budget: jax.jit(make_eval_step(graphdef, budget, byte_lengths, placement)) for budget in budgets}
+        self._rows = rows = config.training.batch_size // config.training.accumulate
+        index, count = placement.shard(rows)
         self._batches = {
-            name: evaluation_batches(config.data, name, split="validation", batch_size=rows)
+            name: evaluation_batches(
+                config.data, name, split="validation", batch_size=rows, shard_index=index, shard_count=count
+            )
             for name, _ in config.data.mixture
         }
         self._weights = dict(config.data.mixture)
@@ -54,7 +57,7 @@ class Validation:
         total = {"nll": 0.0, "count": 0, "bytes": 0}
         for batch in itertools.islice(iter(self._batches[name]), self._count):
             with jax.transfer_guard("disallow"):
-                sums = eval_step(params, self._placement.put(batch))
+                sums = eval_step(params, self._placement.put(batch, self._rows))
             sums = jax.device_get(sums)
             total = {key: value + sums[key].item() for key, value in total.items()}
         return total

@@ -27,7 +27,7 @@ from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.profile import Profiler, ProfileWindow
 from aamoe_jax.training.progress import Progress
 from aamoe_jax.training.resume import restore_newest
-from aamoe_jax.training.state import Placement, TrainState, abstract_state, initial_state, local_placement
+from aamoe_jax.training.state import Placement, TrainState, abstract_state, initial_state, place
 from aamoe_jax.training.step import Metrics, TrainStep, make_train_step
 
 BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
@@ -85,7 +85,7 @@ def train(
     byte_lengths = load_tokenizer(config.data.tokenizer).byte_lengths
     datasets = {name: dataset_metadata(config.data, name) for name, _ in config.data.mixture}
     _require_vocabulary(config, datasets)
-    placement = local_placement(training)
+    placement = place(config)
     optimizer = build_optimizer(config.optimizer, training.steps)
     graphdef, like = abstract_state(config.model, optimizer, placement)
 
@@ -103,8 +103,11 @@ def train(
         log = stack.enter_context(MetricsLog(run_dir, resume_step=start, tensorboard=training.tensorboard))
         progress = stack.enter_context(Progress(start, training.steps))
         progress.say(_opening(config, like, start))
-        step_function = make_train_step(config, graphdef, optimizer, byte_lengths)
-        dataset = training_batches(config.data, batch_size=training.batch_size, seed=training.seed)
+        step_function = make_train_step(config, graphdef, optimizer, byte_lengths, placement)
+        index, count = placement.shard(training.batch_size)
+        dataset = training_batches(
+            config.data, batch_size=training.batch_size, seed=training.seed, shard_index=index, shard_count=count
+        )
         run = Run(
             config=config,
             datasets=datasets,
@@ -130,7 +133,7 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
             batch = next(run.batches)
         run.profiler.before(step)
         with jax.transfer_guard("disallow"):
-            state, metrics = run.train_step(state, run.placement.put(batch))
+            state, metrics = run.train_step(state, run.placement.put(batch, training.batch_size))
         recorder.receive(step, metrics)  # reads those of step n - 1, while the device computes step n
         run.profiler.after(step, metrics)
         run.store.poll()
@@ -209,7 +212,9 @@ def compile_step(
     start = time.perf_counter()
     shape = (config.training.batch_size, config.data.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.batch) for name in BATCH_FIELDS}
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=placement.state)
+    jitted = jax.jit(
+        step, donate_argnums=0, out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, like), placement.replicated)
+    )
     compiled = jitted.lower(like, batch).compile()
     progress.say(f"compiled in {time.perf_counter() - start:.1f} s")
     progress.restart_clock()

@@ -5,6 +5,7 @@ Plain nested dicts of arrays under this project's path names, so that a checkpoi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key
 
-from aamoe_jax.config import ConfigError, ModelConfig, TrainingConfig
-from aamoe_jax.model import LanguageModel, split
-
-MESH_AXES = ("data", "fsdp", "resource", "tensor")
+from aamoe_jax.config import ExperimentConfig, ModelConfig
+from aamoe_jax.model import LanguageModel, split, structure
+from aamoe_jax.sharding import RULES, make_mesh, parameter_specs, require_divisible
+from aamoe_jax.shards import Shards
 
 
 class TrainState(NamedTuple):
@@ -33,34 +34,63 @@ class TrainState(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where arrays lie: rows of a batch over the `data` axis, everything else on every device."""
+    """Where arrays lie on the mesh."""
 
     mesh: Mesh
-    state: NamedSharding
-    batch: NamedSharding
+    shards: Shards
+    """The mesh as the model sees it."""
+    params: dict[str, Any]
+    """PartitionSpecs like the parameters."""
 
-    def put(self, batch: dict[str, np.ndarray]) -> dict[str, Array]:
-        """A batch on its devices."""
-        return jax.device_put(batch, self.batch)
+    @property
+    def replicated(self) -> NamedSharding:
+        """On every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def batch(self) -> NamedSharding:
+        """Of an array [rows, L] of a batch: every device has whole rows."""
+        return NamedSharding(self.mesh, RULES.spec("rows", None))
+
+    def put_params(self, params: dict[str, Any]) -> dict[str, Array]:
+        """Parameters on their devices."""
+        return jax.device_put(params, jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.params))
+
+    def shard(self, rows: int) -> tuple[int, int]:
+        """(index, count): in which of how many equal parts of a batch all rows are that this process needs."""
+        places = self.batch.addressable_devices_indices_map((rows, 1)).values()
+        starts, stops = zip(*(place[0].indices(rows)[:2] for place in places), strict=True)
+        size = max(stops) - min(starts)
+        return (min(starts) // size, rows // size) if rows % size == 0 and min(starts) % size == 0 else (0, 1)
+
+    def put(self, batch: dict[str, np.ndarray], rows: int | None = None) -> dict[str, Array]:
+        """A batch on its devices, given the rows of `shard`.
+
+        Args:
+          rows: of the batch of all processes; None: as many as given.
+        """
+
+        def place(x: np.ndarray) -> Array:
+            shape = (len(x) if rows is None else rows, *x.shape[1:])
+            first = self.shard(shape[0])[0] * len(x)
+            parts = []
+            for device, index in self.batch.addressable_devices_indices_map(shape).items():
+                start, stop, _ = index[0].indices(shape[0])
+                parts.append(jax.device_put(x[start - first : stop - first], device))
+            return jax.make_array_from_single_device_arrays(shape, self.batch, parts)
+
+        return {name: place(x) for name, x in batch.items()}
 
 
-def local_placement(config: TrainingConfig) -> Placement:
-    """Data parallelism over the devices of this process.
+def place(config: ExperimentConfig, devices: Sequence[jax.Device] | None = None) -> Placement:
+    """The mesh that the experiment asks for over `devices` (None: all of all processes).
 
     Raises:
-      ConfigError: when the rows of a micro-batch cannot be shared out evenly.
+      ConfigError: the mesh does not make the devices, or something cannot be divided evenly over it.
     """
-    devices = jax.local_devices()
-    rows = config.batch_size // config.accumulate
-    if rows % len(devices):
-        raise ConfigError(
-            f"TrainingConfig.batch_size = {config.batch_size}: batch_size / accumulate = {rows} rows must be divisible "
-            f"by the number of devices, {len(devices)}"
-        )
-    mesh = jax.make_mesh(
-        (len(devices), 1, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices
-    )
-    return Placement(mesh, NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data")))
+    mesh = make_mesh(config.mesh, devices)
+    require_divisible(config, mesh)
+    return Placement(mesh, Shards.of_mesh(mesh, config.mesh.pair_bound), parameter_specs(config.model))
 
 
 def build_state(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
@@ -74,16 +104,26 @@ def initial_state(
     config: ModelConfig, optimizer: optax.GradientTransformation, seed: int, placement: Placement
 ) -> TrainState:
     """The state before the first step, on its devices."""
-    build = jax.jit(build_state, static_argnums=(0, 1, 2), out_shardings=placement.state)
-    return build(config, optimizer, seed)
+    shardings = state_shardings(config, optimizer, placement)
+    return jax.jit(build_state, static_argnums=(0, 1, 2), out_shardings=shardings)(config, optimizer, seed)
 
 
 def abstract_state(
     config: ModelConfig, optimizer: optax.GradientTransformation, placement: Placement
 ) -> tuple[nnx.GraphDef, TrainState]:
     """The structure of the model, and the state as shapes with shardings: nothing is computed."""
-    graphdef, _ = split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
     shapes = jax.eval_shape(lambda: build_state(config, optimizer, 0))
-    return graphdef, jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.state), shapes
+    shardings = state_shardings(config, optimizer, placement)
+    like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
+    return structure(config), like
+
+
+def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, placement: Placement) -> TrainState:
+    """Where every array of the state lies: the optimizer's beside the parameters that they are of."""
+    shapes = jax.eval_shape(lambda: build_state(config, optimizer, 0))
+    params = jax.tree.map(lambda spec: NamedSharding(placement.mesh, spec), placement.params)
+    at = placement.replicated
+    beside = optax.tree.map_params(
+        optimizer, lambda _, sharding: sharding, shapes.optimizer, params, transform_non_params=lambda _: at
     )
+    return TrainState(at, params, beside, at)

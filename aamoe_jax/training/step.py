@@ -16,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from aamoe_jax.aamoe.statistics import combine
+from aamoe_jax.aamoe.statistics import MAXIMA, combine
 from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.model import merge
+from aamoe_jax.shards import TOKENS, Shards, max_over_all, sum_over_all
 from aamoe_jax.training.optimizer import gradient_norm, learning_rate
-from aamoe_jax.training.state import TrainState
+from aamoe_jax.training.state import Placement, TrainState
 
 Batch = dict[str, Int[Array, "b L"]]
 Metrics = dict[str, Any]
@@ -38,6 +40,7 @@ def make_train_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
     byte_lengths: Int[np.ndarray, "V"],
+    placement: Placement,
 ) -> TrainStep:
     """(state, batch) -> (state, metrics).
 
@@ -46,13 +49,23 @@ def make_train_step(
     """
     weight = config.model.aamoe.budget.predictor_weight
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def sums(params: dict[str, Any], batch: Batch) -> tuple[dict[str, Any], Metrics]:
         gradients, metrics = gradients_and_metrics(
-            graphdef, state.params, batch, accumulate=config.training.accumulate, predictor_weight=weight
+            graphdef,
+            params,
+            batch,
+            accumulate=config.training.accumulate,
+            predictor_weight=weight,
+            shards=placement.shards,
         )
+        return gradients, metrics | {"bytes": target_bytes(batch, byte_lengths, placement.shards)}
+
+    divided = over_mesh(sums, placement, (placement.params, PartitionSpec()))
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        gradients, metrics = divided(state.params, batch)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         metrics |= {
-            "bytes": target_bytes(batch, byte_lengths),
             "grad_norm": gradient_norm(gradients),
             "learning_rate": learning_rate(config.optimizer, config.training.steps, state.step),
         }
@@ -62,26 +75,50 @@ def make_train_step(
     return train_step
 
 
-def make_eval_step(graphdef: nnx.GraphDef, budget: BudgetMode, byte_lengths: Int[np.ndarray, "V"]) -> EvalStep:
+def make_eval_step(
+    graphdef: nnx.GraphDef, budget: BudgetMode, byte_lengths: Int[np.ndarray, "V"], placement: Placement
+) -> EvalStep:
     """(params, batch) -> sums, with budgets of the given kind."""
+    shards = placement.shards
 
     def eval_step(params: dict[str, Any], batch: Batch) -> Metrics:
-        nll, statistics = negative_log_likelihood(graphdef, params, batch, budget)
-        count = batch["loss_mask"].sum()
-        return {"nll": nll, "count": count, "bytes": target_bytes(batch, byte_lengths), "statistics": statistics}
+        nll, statistics = negative_log_likelihood(graphdef, params, batch, shards, budget)
+        return {
+            "nll": sum_over_all(nll),
+            "count": sum_over_all(shards.part(batch["loss_mask"], TOKENS).sum()),
+            "bytes": target_bytes(batch, byte_lengths, shards),
+            "statistics": sum_statistics(statistics),
+        }
 
-    return eval_step
+    return over_mesh(eval_step, placement, PartitionSpec())
+
+
+def over_mesh(function: Callable, placement: Placement, out_specs: Any) -> Callable:
+    """`function(params, batch)` on every device's part of both; see `aamoe_jax.shards`."""
+    return jax.shard_map(
+        function, mesh=placement.mesh, in_specs=(placement.params, placement.batch.spec), out_specs=out_specs
+    )
 
 
 def gradients_and_metrics(
-    graphdef: nnx.GraphDef, params: dict[str, Any], batch: Batch, *, accumulate: int, predictor_weight: float
+    graphdef: nnx.GraphDef,
+    params: dict[str, Any],
+    batch: Batch,
+    *,
+    accumulate: int,
+    predictor_weight: float,
+    shards: Shards,
 ) -> tuple[dict[str, Any], Metrics]:
-    """Gradients of the loss over the whole batch, computed in `accumulate` micro-batches one after the other."""
-    count = batch["loss_mask"].sum()
-    tokens = (batch["segment_ids"] > 0).sum()
+    """Gradients of the loss over the whole batch, computed in `accumulate` micro-batches one after the other.
+
+    Inside `jax.shard_map`: parameters, rows and gradients are the parts of this device, sums are of all.
+    """
+    count = sum_over_all(shards.part(batch["loss_mask"], TOKENS).sum())
+    tokens = sum_over_all((shards.part(batch["segment_ids"], TOKENS) > 0).sum())
 
     def objective(params: dict[str, Any], rows: Batch) -> tuple[Float[Array, ""], Metrics]:
-        nll, statistics = negative_log_likelihood(graphdef, params, rows)
+        nll, statistics = negative_log_likelihood(graphdef, params, rows, shards)
+        nll, statistics = sum_over_all(nll), sum_statistics(statistics)
         loss = nll / jnp.maximum(count, 1)
         if "predictor_loss" in statistics:
             layers = statistics["predictor_loss"].shape[0]
@@ -89,29 +126,35 @@ def gradients_and_metrics(
         return loss, {"nll": nll, "statistics": statistics}
 
     def one(rows: Batch) -> tuple[dict[str, Any], Metrics]:
-        gradients, sums = jax.grad(objective, has_aux=True)(params, rows)
-        return gradients, sums
+        return jax.grad(objective, has_aux=True)(params, rows)
 
     if accumulate == 1:
         gradients, sums = one(batch)
     else:
-        gradients, sums = _sum_over(one, micro_batches(batch, accumulate))
+        gradients, sums = _sum_over(one, params, micro_batches(batch, accumulate))
     return gradients, sums | {"count": count}
 
 
 def negative_log_likelihood(
-    graphdef: nnx.GraphDef, params: dict[str, Any], batch: Batch, budget: BudgetMode | None = None
+    graphdef: nnx.GraphDef, params: dict[str, Any], batch: Batch, shards: Shards, budget: BudgetMode | None = None
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Sum of -log p over the targets that count, in nats and float32, and the model's statistics."""
+    """Sum of -log p over the targets here that count, in nats and float32, and the model's statistics."""
     model = merge(graphdef, params)
-    logits, statistics = model(batch["tokens"], batch["segment_ids"], batch["positions"], budget=budget)
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"])
-    return jnp.sum(nll * batch["loss_mask"]), statistics
+    logits, statistics = model(batch["tokens"], batch["segment_ids"], batch["positions"], budget=budget, shards=shards)
+    targets, counts = (shards.part(batch[name], TOKENS) for name in ("targets", "loss_mask"))
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+    return jnp.sum(nll * counts), statistics
 
 
-def target_bytes(batch: Batch, byte_lengths: Int[np.ndarray, "V"]) -> Int[Array, ""]:
+def sum_statistics(statistics: dict[str, Array]) -> dict[str, Array]:
+    """Statistics of the tokens of all devices."""
+    return {name: max_over_all(value) if name in MAXIMA else sum_over_all(value) for name, value in statistics.items()}
+
+
+def target_bytes(batch: Batch, byte_lengths: Int[np.ndarray, "V"], shards: Shards) -> Int[Array, ""]:
     """Bytes of text that the targets that count stand for."""
-    return jnp.sum(jnp.asarray(byte_lengths)[batch["targets"]] * batch["loss_mask"])
+    lengths = jnp.asarray(byte_lengths)[batch["targets"]] * batch["loss_mask"]
+    return sum_over_all(shards.part(lengths, TOKENS).sum())
 
 
 def micro_batches(batch: Batch, accumulate: int) -> dict[str, Int[Array, "n rows L"]]:
@@ -120,11 +163,15 @@ def micro_batches(batch: Batch, accumulate: int) -> dict[str, Int[Array, "n rows
 
 
 def _sum_over(
-    one: Callable[[Batch], tuple[dict[str, Any], Metrics]], batches: dict[str, Int[Array, "n rows L"]]
+    one: Callable[[Batch], tuple[dict[str, Any], Metrics]],
+    params: dict[str, Any],
+    batches: dict[str, Int[Array, "n rows L"]],
 ) -> tuple[dict[str, Any], Metrics]:
     """Gradients and sums of all micro-batches, with one of them in memory at a time."""
     first = jax.tree.map(lambda rows: rows[0], batches)
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(one, first))
+    _, sums = jax.eval_shape(one, first)
+    # Gradients are divided as parameters are; sums are the same everywhere.
+    zeros = jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)
 
     def body(total: Any, rows: Batch) -> tuple[Any, None]:
         (total_gradients, total_sums), (gradients, sums) = total, one(rows)

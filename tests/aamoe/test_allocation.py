@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from aamoe_jax.aamoe.allocation import Ranking, allocate, log_affordability, log_partition, top_resources
-from aamoe_jax.aamoe.resources import available_chunks
+from aamoe_jax.aamoe.resources import available_chunks, chunk_ends
 
 
 def test_affordability_reproduces_the_sanity_check_of_the_paper():
@@ -25,9 +25,15 @@ def test_affordability_is_finite_far_below_the_price():
     assert slope == pytest.approx(1.0)
 
 
+def available_of_row(segments, chunk_size):
+    chunk = jnp.arange(segments.shape[1])[None] // chunk_size
+    return np.asarray(available_chunks(chunk, segments, chunk_ends(segments, chunk_size)))[0]
+
+
 @pytest.mark.parametrize(("length", "chunk_size"), [(24, 8), (16, 16), (40, 4)])
 def test_available_chunks_are_the_completed_ones(length, chunk_size):
-    available = np.asarray(available_chunks(jnp.ones((1, length), jnp.int32), chunk_size))[0]
+    segments = jnp.ones((1, length), jnp.int32)
+    available = available_of_row(segments, chunk_size)
     for i in range(length):
         for j in range(length // chunk_size):
             assert available[i, j] == ((j + 1) * chunk_size <= (i // chunk_size) * chunk_size)
@@ -36,7 +42,7 @@ def test_available_chunks_are_the_completed_ones(length, chunk_size):
 def test_available_chunks_stay_within_the_document_and_are_complete():
     # Chunks of 4: document 1 fills two, document 2 one and a half, then padding.
     segments = jnp.array([[1] * 8 + [2] * 6 + [0] * 2])
-    available = np.asarray(available_chunks(segments, 4))[0]
+    available = available_of_row(segments, 4)
     assert available[7].tolist() == [True, False, False, False]
     assert not available[8:12].any()
     assert available[12].tolist() == [False, False, True, False]

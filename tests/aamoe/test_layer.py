@@ -135,8 +135,8 @@ def test_unbounded_budget_without_bias_is_all_attention(local):
     query, key, value = layer.qkv(h)
     memory = [x[...].reshape(E * M, HEADS, -1) for x in (layer.expert_keys, layer.expert_values)]
     dense = joint_attention(
-        rotate_heads(query, context.rotation(config, config.head_dim)),
-        rotate_heads(key, context.rotation(config, config.head_dim)),
+        rotate_heads(query, context.turns(config).heads),
+        rotate_heads(key, context.turns(config).heads),
         value,
         query,
         layer.qkv.norm_key(memory[0]),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from aamoe_jax.aamoe.resources import flat_index, representation_tensor
+from aamoe_jax.aamoe.resources import chunk_ends, flat_index, representation_tensor
 from aamoe_jax.aamoe.router import Router
 from aamoe_jax.layers import Rotation, rotation
 from tests.aamoe.helpers import D, E, M, inputs, model_config
@@ -21,6 +21,13 @@ def turn(x: np.ndarray, position: int, base: float = 10_000.0) -> np.ndarray:
     )
 
 
+def scores_of(router, h, positions):
+    """The router's scores in a row of its own, chunks ending at every M-th token."""
+    turn = turn_of(positions)
+    ends = Rotation(*(chunk_ends(x, M) for x in turn))
+    return router(h, turn, chunk_ends(h, M), ends)
+
+
 def turn_of(positions: jax.Array) -> Rotation:
     return rotation(positions, D, 10_000.0)
 
@@ -28,7 +35,7 @@ def turn_of(positions: jax.Array) -> Rotation:
 def test_scores_are_eq_4():
     router = Router(model_config(), rngs=nnx.Rngs(0))
     h = inputs(1, 24)
-    chunks, experts, local = router(h, turn_of(jnp.arange(24)[None]))
+    chunks, experts, local = scores_of(router, h, jnp.arange(24)[None])
     weights, embeddings = np.asarray(router.context_kernel[...], np.float64), np.asarray(router.expert_embeddings[...])
     h64 = np.asarray(h[0], np.float64)
     for i in range(24):
@@ -45,7 +52,7 @@ def test_scores_are_eq_4():
 def test_scores_do_not_change_when_everything_moves(shift):
     router = Router(model_config(), rngs=nnx.Rngs(0))
     h, positions = inputs(1, 24), jnp.arange(24)[None]
-    here, there = router(h, turn_of(positions)), router(h, turn_of(positions + shift))
+    here, there = scores_of(router, h, positions), scores_of(router, h, positions + shift)
     # Angles of position 1000 carry float32 rounding of about 1000 * 6e-8.
     np.testing.assert_allclose(here[0], there[0], atol=2e-4 if shift == 1000 else 2e-5)
     for before, after in zip(here[1:], there[1:], strict=True):
@@ -57,7 +64,7 @@ def test_expert_scores_are_independent_of_position():
     h, order = inputs(1, 24), np.random.default_rng(0).permutation(24)
     positions = jnp.arange(24)[None]
     np.testing.assert_array_equal(
-        router(h[:, order], turn_of(positions))[1], router(h, turn_of(positions))[1][:, order]
+        scores_of(router, h[:, order], positions)[1], scores_of(router, h, positions)[1][:, order]
     )
 
 
@@ -65,7 +72,7 @@ def test_router_rope_none_ignores_positions():
     router = Router(model_config(router_rope="none"), rngs=nnx.Rngs(0))
     h = inputs(1, 24)
     positions = jnp.arange(24)[None]
-    assert (router(h, turn_of(positions))[0] == router(h, turn_of(positions * 7))[0]).all()
+    assert (scores_of(router, h, positions)[0] == scores_of(router, h, positions * 7)[0]).all()
 
 
 def test_representation_tensor_is_eq_6():
@@ -86,7 +93,7 @@ def test_gradient_reaches_both_sides_of_the_router():
     h, positions = inputs(1, 24), jnp.arange(24)[None]
 
     def loss(params, h):
-        chunks, experts, local = nnx.merge(graphdef, params)(h, turn_of(positions))
+        chunks, experts, local = scores_of(nnx.merge(graphdef, params), h, positions)
         return (chunks**2).sum() + (experts**2).sum() + (local**2).sum()
 
     graphdef, params = nnx.split(router)

@@ -19,7 +19,7 @@ from aamoe_jax.training.loop import DivergedError, Recorder, Run, run_steps, tra
 from aamoe_jax.training.metrics import MetricsLog, read_metrics
 from aamoe_jax.training.profile import Profiler, ProfileWindow
 from aamoe_jax.training.progress import Progress
-from aamoe_jax.training.state import TrainState, local_placement
+from aamoe_jax.training.state import TrainState, place
 from tests.training.helpers import experiment, random_batch, tiny_data, untimed
 
 CONFIG = experiment(DataConfig(seq_len=64, document_align=8), log_every=2)
@@ -66,7 +66,7 @@ def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interru
         run = Run(
             config=config,
             datasets={},
-            placement=local_placement(config.training),
+            placement=place(config),
             batches=iter([random_batch(step) for step in range(config.training.steps)]),
             train_step=train_step,
             validate=validate,
@@ -147,11 +147,6 @@ class TestTrain:
         before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
         assert train(config, tmp_path / "run").step == 12
         assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-
-    def test_rows_that_no_device_can_share(self, monkeypatch):
-        monkeypatch.setattr(jax, "local_devices", lambda: [jax.devices()[0]] * 3)
-        with pytest.raises(ConfigError, match=r"batch_size = 4: .* 4 rows must be divisible by .* devices, 3"):
-            local_placement(CONFIG.training)
 
 
 class TestProfileWindow:

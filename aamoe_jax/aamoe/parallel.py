@@ -1,0 +1,230 @@
+"""The same attention with resources divided over the mesh: queries travel, resources stay.
+
+Every shard of the axis `resource` holds a part of the row's tokens, of its chunks and of the experts. It attends for
+all tokens of the row to its own resources; what all shards found is merged by log-sum-exp in a reduce-scatter, which
+returns every token to its shard. A local window needs no more than the end of the part before.
+
+Chunk j of a part goes to shard j mod R: later chunks are seen by fewer tokens, so that contiguous chunks would leave
+the last shard with little to do.
+
+Shapes: b rows, L tokens per row, s = L / R of them here, R shards, m tokens per chunk, E experts, e = E / R of them
+here, K slots, H heads here, k head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from aamoe_jax.layers import Rotation, rotate_heads
+from aamoe_jax.shards import RESOURCE, Shards
+from pallas_kernels.block_sparse_attention import Pairs, Window, block_sparse_attention
+
+
+class Softmax(NamedTuple):
+    """Attention over some keys, and the log-sum-exp of its scores: -inf where there are none."""
+
+    output: Float[Array, "b s H k"]
+    lse: Float[Array, "b s H"]
+
+
+class Routed(NamedTuple):
+    """Attention to the routed resources, of all shards together."""
+
+    attention: Softmax
+    mass: Float[Array, "b s K"]
+    """Share of the attention on each slot: the mean over heads on its shard, times the mean share of that shard."""
+    overflow: Int[Array, ""]
+    """Pairs that this shard dropped, being past its bound."""
+
+
+class Given(NamedTuple):
+    """What tokens were given: the row's index of every resource (chunks, then experts), its bias, how much of it they
+    see."""
+
+    resource: Int[Array, "b s K"]
+    bias: Float[Array, "b s K"]
+    visible: Int[Array, "b s K"]
+    count: Int[Array, "b s"]
+
+
+class Home(NamedTuple):
+    """Where resources are."""
+
+    shard: Int[Array, "*slots"]
+    place: Int[Array, "*slots"]
+    """In the table of that shard: chunks of all rows, then its experts."""
+
+
+def routed_attention(
+    query: Float[Array, "b s H k"],
+    chunks: tuple[Float[Array, "b s H k"], Float[Array, "b s H k"]],
+    experts: tuple[Float[Array, "e m H k"], Float[Array, "e m H k"]],
+    given: Given,
+    turn: Rotation,
+    shards: Shards,
+    *,
+    max_pairs: int,
+    max_score: Float[Array, ""] | None,
+    kernel: str | None,
+) -> Routed:
+    """Attention of the tokens here to the resources of all shards.
+
+    Args:
+      query: not rotated.
+      chunks, experts: keys (those of chunks rotated) and values.
+      turn: rotations of all tokens of the row.
+      max_pairs: static bound on the pairs of all tokens.
+    """
+    m, count = experts[0].shape[1], query.shape[1] // experts[0].shape[1]
+    query = shards.gather(query, RESOURCE)
+    given = Given(*(shards.gather(x, RESOURCE) for x in given))
+    bound = pair_bound(max_pairs, shards)
+    home = home_of(given.resource, count, len(experts[0]), shards)
+    pairs, at = _pairs_here(given, home)
+    spread = [_spread(x.reshape(len(x), count, m, *x.shape[2:]), shards) for x in chunks]
+    keys, values = (jnp.concatenate([x, y.astype(x.dtype)]) for x, y in zip(spread, experts, strict=True))
+    found = block_sparse_attention(
+        _flat(rotate_heads(query, turn)),
+        _flat(query),
+        keys,
+        values,
+        Pairs(*map(_flat, pairs)),
+        num_context=len(spread[0]),
+        max_pairs=bound,
+        max_score=max_score,
+        row_chunks=count,
+        implementation=kernel,
+    )
+    output, lse, mass = (x.reshape(*query.shape[:2], *x.shape[1:]) for x in found)
+    merged, share = _merge(Softmax(output, lse), shards)
+    mass = jnp.where(at, mass[..., None, :], 0).sum(-1) * jax.lax.stop_gradient(share).mean(-1, keepdims=True)
+    return Routed(merged, shards.scatter_sum(mass, RESOURCE), jnp.maximum(pairs.count.sum() - bound, 0))
+
+
+def window_attention(
+    query: Float[Array, "b s H k"],
+    chunks: tuple[Float[Array, "b s H k"], Float[Array, "b s H k"]],
+    bias: Float[Array, "b s"],
+    segment_ids: Int[Array, "b L"],
+    shards: Shards,
+    *,
+    m: int,
+    max_score: Float[Array, ""] | None,
+    kernel: str | None,
+) -> Softmax:
+    """Attention to the last m tokens, self included: those of the part before come from the shard before.
+
+    Args:
+      query, chunks: rotated queries; rotated keys, and values.
+      bias: of the window; -inf for a token without one.
+      segment_ids: documents of whole rows.
+    """
+    rows, s = query.shape[:2]
+    before = [(i, i + 1) for i in range(shards.resource - 1)]  # the first part gets zeros, of no document
+    key, value = (jnp.concatenate([jax.lax.ppermute(x[:, -m:], RESOURCE, before), x], axis=1) for x in chunks)
+    query = jnp.pad(query, ((0, 0), (m, 0), (0, 0), (0, 0)))
+    bias = jnp.pad(bias, ((0, 0), (m, 0)), constant_values=-jnp.inf)
+    start = jax.lax.axis_index(RESOURCE) * s
+    segment = jax.lax.dynamic_slice_in_dim(jnp.pad(segment_ids, ((0, 0), (m, 0))), start, s + m, axis=1)
+    segment += (segment_ids.shape[1] + 1) * jnp.arange(rows)[:, None]
+    nothing = jnp.zeros((rows * (s + m), 0), jnp.int32)
+    found = block_sparse_attention(
+        _flat(query),
+        _flat(query),
+        *(_flat(x).reshape(-1, m, *x.shape[2:]) for x in (key, value)),
+        Pairs(nothing, nothing.astype(jnp.float32), nothing, jnp.zeros(len(nothing), jnp.int32)),
+        num_context=rows * (s // m + 1),
+        max_pairs=0,
+        window=Window(bias.reshape(-1), segment.reshape(-1)),
+        max_score=max_score,
+        row_chunks=s // m + 1,
+        implementation=kernel,
+    )
+    return Softmax(*(x.reshape(rows, s + m, *x.shape[1:])[:, m:] for x in found[:2]))
+
+
+def together(one: Softmax, other: Softmax) -> Softmax:
+    """One softmax over the keys of both."""
+    top = _finite(jax.lax.stop_gradient(jnp.maximum(one.lse, other.lse)))
+    weights = [jnp.exp(part.lse - top) for part in (one, other)]
+    total = sum(weights)
+    shares = [(weight / jnp.where(total > 0, total, 1))[..., None] for weight in weights]
+    output = sum(part.output.astype(jnp.float32) * share for part, share in zip((one, other), shares, strict=True))
+    return Softmax(output.astype(one.output.dtype), _log(total) + top)
+
+
+def pair_bound(max_pairs: int, shards: Shards) -> int:
+    """Static bound on the pairs of one shard: all there are, or a multiple of its even share."""
+    if shards.pair_bound is None:
+        return max_pairs
+    return min(max_pairs, math.ceil(shards.pair_bound * max_pairs / shards.resource))
+
+
+def home_of(resource: Int[Array, "b L K"], count: int, experts: int, shards: Shards) -> Home:
+    """Where the resources of rows are, by the row's index.
+
+    Args:
+      count: chunks of one part of a row.
+      experts: experts of one shard.
+    """
+    part, j = jnp.divmod(resource, count)
+    room = -(-count // shards.resource)  # chunks that one part sends to one shard
+    per_row = shards.resource * room
+    row = jnp.arange(len(resource))[:, None, None]
+    chunk = Home(j % shards.resource, row * per_row + part * room + j // shards.resource)
+    if experts == 0:
+        return chunk
+    shard, place = jnp.divmod(resource - count * shards.resource, experts)
+    is_chunk = resource < count * shards.resource
+    expert = Home(shard, len(resource) * per_row + place)
+    return Home(*(jnp.where(is_chunk, x, y) for x, y in zip(chunk, expert, strict=True)))
+
+
+def _pairs_here(given: Given, home: Home) -> tuple[Pairs, Bool[Array, "b L K K"]]:
+    """The slots whose resource is here, moved together in their order; and which slot went to which place."""
+    width = given.resource.shape[-1]
+    here = (home.shard == jax.lax.axis_index(RESOURCE)) & (jnp.arange(width) < given.count[..., None])
+    at = here[..., None] & ((jnp.cumsum(here, -1) - 1)[..., None] == jnp.arange(width))
+
+    def move(x: Num[Array, "b L K"]) -> Num[Array, "b L K"]:
+        return jnp.where(at, x[..., None], 0).sum(-2).astype(x.dtype)
+
+    return Pairs(move(home.place), move(given.bias), move(given.visible), here.sum(-1, dtype=jnp.int32)), at
+
+
+def _spread(chunks: Float[Array, "b c m H k"], shards: Shards) -> Float[Array, "C m H k"]:
+    """Chunk j of every part goes to shard j mod R: the chunks that are here afterwards, as `home_of` counts them."""
+    rows, count = chunks.shape[:2]
+    room = -(-count // shards.resource)
+    chunks = jnp.pad(chunks, ((0, 0), (0, shards.resource * room - count), *((0, 0),) * 3))
+    chunks = chunks.reshape(rows, room, shards.resource, *chunks.shape[2:])
+    sent = jax.lax.all_to_all(chunks, RESOURCE, split_axis=2, concat_axis=1, tiled=True)
+    return sent.reshape(-1, *chunks.shape[3:])
+
+
+def _merge(found: Softmax, shards: Shards) -> tuple[Softmax, Float[Array, "b L H"]]:
+    """One softmax over the keys of all shards, for the tokens here; and this shard's share in it, for all tokens."""
+    top = _finite(jax.lax.pmax(jax.lax.stop_gradient(found.lse), RESOURCE))
+    weight = jnp.exp(found.lse - top)
+    total = jax.lax.psum(weight, RESOURCE)
+    share = weight / jnp.where(total > 0, total, 1)
+    output = shards.scatter_sum(found.output.astype(jnp.float32) * share[..., None], RESOURCE)
+    return Softmax(output.astype(found.output.dtype), shards.part(_log(total) + top, RESOURCE)), share
+
+
+def _finite(x: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def _log(total: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
+    """log, whose gradient at 0 is 0."""
+    return jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
+
+
+def _flat(x: Num[Array, "b L *rest"]) -> Num[Array, "bL *rest"]:
+    return x.reshape(-1, *x.shape[2:])

@@ -1,0 +1,139 @@
+"""The mesh, and typed rules: over which of its axes every dimension of parameters and batches is divided.
+
+Modules name the dimensions of their parameters (`nnx.Param(..., axes=("storage", "heads"))`); the rules say what these
+names mean on the mesh. The arithmetic knows neither: inside `jax.shard_map` it sees its own part of everything, and
+`shards.py` moves what it needs of others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from aamoe_jax.config import ConfigError, ExperimentConfig, MeshConfig, ModelConfig
+from aamoe_jax.model import LanguageModel
+
+AXES = ("data", "fsdp", "resource", "tensor")
+"""The axes of every mesh. Neighbours along the later ones talk most, and lie closest."""
+
+MeshAxes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingRules:
+    """Which axes of the mesh divide a dimension, by the name of the dimension."""
+
+    rows: MeshAxes = ("data", "fsdp")
+    """Rows of a batch."""
+    tokens: MeshAxes = ("resource", "tensor")
+    """Tokens of a row, contiguous parts of it, wherever a mixer does not attend."""
+    resources: MeshAxes = ("resource",)
+    """The first axis of the representation tensor: chunks of context, and experts with their router embeddings."""
+    heads: MeshAxes = ("tensor",)
+    """Heads of queries, keys and values, those of expert rows included; hidden units of a feed-forward."""
+    storage: MeshAxes = ("fsdp",)
+    """A dimension along which a parameter is divided at rest, and gathered for use."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            for axis in getattr(self, field.name):
+                if axis not in AXES:
+                    raise ValueError(f"ShardingRules.{field.name}: {axis!r} is no axis; there are {', '.join(AXES)}")
+
+    def spec(self, *dimensions: str | None) -> PartitionSpec:
+        """Where an array lies whose dimensions are called so; None: not divided.
+
+        Raises:
+          ValueError: a name that is no rule, or two dimensions on one axis of the mesh.
+        """
+        rules = dataclasses.asdict(self)
+        unknown = [name for name in dimensions if name is not None and name not in rules]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no rule; there are {', '.join(rules)}")
+        axes = [() if name is None else rules[name] for name in dimensions]
+        used = [axis for names in axes for axis in names]
+        twice = sorted({axis for axis in used if used.count(axis) > 1})
+        if twice:
+            raise ValueError(f"dimensions {dimensions} are divided over {twice[0]!r} twice")
+        return PartitionSpec(*(None if not names else names[0] if len(names) == 1 else names for names in axes))
+
+
+RULES = ShardingRules()
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The devices (None: all of all processes) as a mesh with explicit axis types.
+
+    Raises:
+      ConfigError: the axes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    given = math.prod(size for size in sizes.values() if size != -1)
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(devices) % given or (not free and given != len(devices)):
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
+        raise ConfigError(
+            f"MeshConfig: {product} = {given} does not make {len(devices)} devices: change an axis, "
+            f"or let one take the rest, such as MeshConfig.{free[0] if free else 'fsdp'} = -1"
+        )
+    sizes |= dict.fromkeys(free, len(devices) // given)
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES), devices=devices)
+
+
+def parameter_specs(config: ModelConfig, rules: ShardingRules = RULES) -> dict[str, Any]:
+    """Where every parameter lies, as a nested dict like the parameters."""
+
+    def spec(param: nnx.Param) -> PartitionSpec:
+        stacked = param.ndim - len(param.axes)  # the axis over periods, which is never divided
+        return rules.spec(*(None,) * stacked, *param.axes)
+
+    state = nnx.state(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
+    return nnx.to_pure_dict(state, extract_fn=spec)
+
+
+def require_divisible(config: ExperimentConfig, mesh: Mesh) -> None:
+    """Refuses what the mesh cannot divide evenly, naming the field, its value and what is wanted.
+
+    Raises:
+      ConfigError: of the first such field.
+    """
+    model, training, size = config.model, config.training, mesh.shape
+    tokens, parts = config.data.seq_len, size["resource"] * size["tensor"]
+    rows = training.batch_size // training.accumulate
+    wanted = {
+        "TrainingConfig.batch_size / accumulate": (rows, size["data"] * size["fsdp"], "data x fsdp"),
+        "DataConfig.seq_len": (tokens, parts, "resource x tensor"),
+        "ModelConfig.num_heads": (model.num_heads, size["tensor"], "tensor"),
+    }
+    if "aamoe" in model.pattern:
+        m, experts = model.aamoe.chunk_size, model.aamoe.num_experts
+        wanted["AAMoEConfig.num_experts"] = (experts, size["resource"], "resource")
+        if parts > 1:
+            wanted["DataConfig.seq_len "] = (tokens, m * size["resource"], "AAMoEConfig.chunk_size x resource")
+    for name, (value, divisor, what) in wanted.items():
+        if value % divisor:
+            raise ConfigError(f"{name.strip()} = {value}: must be divisible by {divisor}, the mesh's {what}")
+    _require_storable(config.model, mesh)
+
+
+def _require_storable(config: ModelConfig, mesh: Mesh) -> None:
+    """Refuses parameters with a dimension that the axes it lies on do not divide."""
+    shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))))
+    specs = jax.tree_util.tree_leaves(parameter_specs(config), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(shapes), specs, strict=True):
+        for length, names in zip(leaf.shape, spec, strict=False):
+            axes = () if names is None else (names,) if isinstance(names, str) else names
+            parts = math.prod(mesh.shape[axis] for axis in axes)
+            if length % parts:
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise ConfigError(
+                    f"MeshConfig.{axes[0]} = {parts}: parameter {name} of shape {leaf.shape} cannot be divided into "
+                    f"{parts} along its {length}; take a smaller {axes[0]} axis"
+                )

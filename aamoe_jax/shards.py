@@ -1,0 +1,88 @@
+"""The part of a batch that code inside `jax.shard_map` sees, and how it gets at the rest.
+
+Rows are divided over `data` and `fsdp`. The tokens of a row are divided over `resource`, then `tensor`, into contiguous
+parts; whoever attends first gathers the tokens of one `tensor` group and takes a part of the heads instead. An axis of
+size 1 moves nothing, so the same code runs where there is no mesh at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+FSDP, RESOURCE, TENSOR = ("fsdp",), ("resource",), ("tensor",)
+TOKENS = ("resource", "tensor")
+ALL = ("data", "fsdp", "resource", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The sizes of the axes of the mesh around this code. All 1: everything is here."""
+
+    fsdp: int = 1
+    resource: int = 1
+    tensor: int = 1
+    pair_bound: float | None = None
+    """See `MeshConfig`."""
+
+    @classmethod
+    def of_mesh(cls, mesh: Mesh, pair_bound: float | None) -> Shards:
+        """The axes of a mesh."""
+        return cls(mesh.shape["fsdp"], mesh.shape["resource"], mesh.shape["tensor"], pair_bound)
+
+    def count(self, axes: tuple[str, ...]) -> int:
+        """In how many parts these axes divide."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def part(self, x: Array, axes: tuple[str, ...], dimension: int = 1) -> Array:
+        """This device's part of what every device has whole."""
+        if not (axes := self._moving(axes)):
+            return x
+        size = x.shape[dimension] // self.count(axes)
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, dimension)
+
+    def gather(self, x: Array, axes: tuple[str, ...], dimension: int = 1) -> Array:
+        """The parts of all devices along these axes, one after the other: the inverse of `part`."""
+        if not (axes := self._moving(axes)):
+            return x
+        return jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
+
+    def scatter_sum(self, x: Array, axes: tuple[str, ...], dimension: int = 1) -> Array:
+        """This device's part of the sum over all devices along these axes."""
+        if not (axes := self._moving(axes)):
+            return x
+        return jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+
+    def for_use(self, param: nnx.Param) -> Array:
+        """A parameter as it is used: gathered from where it is stored, still divided by heads and resources."""
+        if "storage" not in param.axes:
+            return param[...]
+        return self.gather(param[...], FSDP, param.axes.index("storage"))
+
+    def _moving(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if getattr(self, axis) > 1)
+
+
+WHOLE = Shards()
+"""No mesh."""
+
+
+def sum_over_all(x: Array) -> Array:
+    """The sum over all devices of the mesh of what each has counted of its own."""
+    return jax.lax.psum(_varying(x), ALL)
+
+
+def max_over_all(x: Array) -> Array:
+    """The largest over all devices of the mesh."""
+    return jax.lax.pmax(_varying(x), ALL)
+
+
+def _varying(x: Array) -> Array:
+    """Lets x vary over every axis, those of size 1 too, along which nothing told it to."""
+    missing = tuple(set(ALL) - jax.typeof(x).manual_axis_type.varying)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
