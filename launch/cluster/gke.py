@@ -52,18 +52,20 @@ class Gke:
         return jobset.kubectl(self.project, self.zone, self.gke_cluster, self.namespace)
 
     def run(self, job: Job, avoided: Sequence[str]) -> str:
-        return self._apply(job.name, self.manifest(job, avoided))
+        running = f'echo "{job.name} runs already, as it was started: waiting for its end" >&2'
+        return self._script(job.name, self.manifest(job, avoided), running)
 
     def health(self, job: Job) -> str:
-        return self._apply(job.name, self.manifest(job, (), train=False))
+        running = f'echo "{job.name} runs, and holds its hosts: stop it, or ask for its status" >&2\n  exit 1'
+        return self._script(job.name, self.manifest(job, (), train=False), running)
 
-    def _apply(self, name: str, manifest: dict[str, Any]) -> str:
-        ended = f"kubectl get jobset {name} --ignore-not-found --output=jsonpath='{{.status.terminalState}}'"
+    def _script(self, name: str, manifest: dict[str, Any], running: str) -> str:
+        """Makes the JobSet, unless it runs; then waits for its end."""
+        apply = shell.heredoc("kubectl apply --filename=-", yaml.safe_dump(manifest, sort_keys=False, width=1000))
         return shell.script(
             self._kubectl,
-            f'# What ended makes room; what runs stays as it is.\nif [ -n "$({ended})" ]; then\n'
-            f"  {jobset.delete(name)}\nfi",
-            shell.heredoc("kubectl apply --filename=-", yaml.safe_dump(manifest, sort_keys=False, width=1000)),
+            f'if [ "$({jobset.state(name)})" = "JobSet " ]; then\n  {running}\nelse\n'
+            f"  {jobset.delete(name)}\n  {apply}\nfi",
             jobset.wait(name),
         )
 

@@ -22,6 +22,11 @@ def kubectl(project: str, zone: str, cluster: str, namespace: str) -> str:
     return f'kubectl() {{ command kubectl {context} "$@"; }}'
 
 
+def state(name: str) -> str:
+    """Shell that prints `JobSet Completed` or `JobSet Failed`, `JobSet ` while one runs, nothing if there is none."""
+    return f"kubectl get jobset {name} --ignore-not-found --output=jsonpath='{{.kind}} {{.status.terminalState}}'"
+
+
 def wait(name: str) -> str:
     """Shell that waits for the end of a JobSet and exits as its pods did; nodes that failed their probe are named by
     their pools, since the hosts of a slice cannot be replaced one by one."""
@@ -29,7 +34,7 @@ def wait(name: str) -> str:
 {shell.WORST}
 
 while true; do
-  if state=$(kubectl get jobset {name} --ignore-not-found --output=jsonpath='{{.kind}} {{.status.terminalState}}'); then
+  if state=$({state(name)}); then
     case $state in
       "") exit {exits.STOPPED} ;; # somebody deleted it
       "JobSet Completed") exit 0 ;;

@@ -87,7 +87,8 @@ slice() {{ gcloud compute tpus queued-resources "$1" {name} {self._place} "${{@:
 state() {{ slice describe --format='value(state.state)' 2>/dev/null || echo ABSENT; }}"""
 
     def _on(self, name: str) -> str:
-        return f'on() {{ gcloud compute tpus tpu-vm ssh {name} {self._place} --worker="$1" --command="$2"; }}'
+        # --quiet: gcloud makes a key without asking.
+        return f'on() {{ gcloud compute tpus tpu-vm ssh {name} {self._place} --worker="$1" --command="$2" --quiet; }}'
 
     def _ask(self) -> str:
         # Hosts say their exit codes themselves: gcloud has one for all.

@@ -33,7 +33,7 @@ case "$*" in
   *"queued-resources create"*) echo ACTIVE >"$FAKE/state" ;;
   *"queued-resources delete"*) rm -rf "$FAKE/state" "$FAKE"/home.* ;;
   *"tpu-vm ssh"*)
-    told=${*: -1}
+    for word in "$@"; do case $word in --command=*) told=${word#--command=} ;; esac; done
     if [[ $told == *"exit 137"* && -s $FAKE/lost ]]; then
       lost=$(next "$FAKE/lost")
       if [ "$lost" != GLITCH ]; then echo "$lost" >"$FAKE/state"; rm -rf "$FAKE"/home.*; fi
@@ -42,7 +42,7 @@ case "$*" in
     ended=0
     for host in $HOSTS; do
       mkdir -p "$FAKE/home.$host"
-      (cd "$FAKE/home.$host" && HOST=$host NODE_NAME=host-$host bash -c "${told#--command=}") || ended=$?
+      (cd "$FAKE/home.$host" && HOST=$host NODE_NAME=host-$host bash -c "$told") || ended=$?
     done
     exit "$ended"
     ;;
@@ -54,8 +54,12 @@ KUBECTL = """
 case "$*" in
   *apply*) cat >"$FAKE/manifest.$(wc -l <"$FAKE/calls")"; next "$FAKE/attempts" >"$FAKE/jobset" ;;
   *"delete jobset"*) rm -f "$FAKE/jobset" ;;
-  *"get jobset"*kind*) if [ -s "$FAKE/jobset" ]; then echo "JobSet $(cut -d ' ' -f 1 "$FAKE/jobset")"; fi ;;
-  *"get jobset"*) if [ -s "$FAKE/jobset" ]; then cut -d ' ' -f 1 "$FAKE/jobset"; fi ;;
+  *"get jobset"*)
+    if [ -s "$FAKE/jobset" ]; then
+      echo "JobSet $(sed 's/ .*//; s/^Running.*//' "$FAKE/jobset")"
+      sed -i 's/^Running//' "$FAKE/jobset" # at the second look it has ended
+    fi
+    ;;
   *"get pods"*) cut -d ' ' -f 2- "$FAKE/jobset" | tr ';' '\\n' ;;
   *"get node "*) echo "pool-of-$(sed 's/.*get node //; s/ .*//' <<<"$*")" ;;
 esac

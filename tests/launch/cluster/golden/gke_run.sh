@@ -2,12 +2,11 @@ set -euo pipefail
 
 kubectl() { command kubectl --context=gke_my-project_us-east5-a_pods --namespace=default "$@"; }
 
-# What ended makes room; what runs stays as it is.
-if [ -n "$(kubectl get jobset mine --ignore-not-found --output=jsonpath='{.status.terminalState}')" ]; then
+if [ "$(kubectl get jobset mine --ignore-not-found --output=jsonpath='{.kind} {.status.terminalState}')" = "JobSet " ]; then
+  echo "mine runs already, as it was started: waiting for its end" >&2
+else
   kubectl delete jobset mine --ignore-not-found --cascade=foreground
-fi
-
-kubectl apply --filename=- <<'END'
+  kubectl apply --filename=- <<'END'
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
@@ -145,6 +144,7 @@ spec:
               - name: shared
                 mountPath: /mnt/shared
 END
+fi
 
 # The exit code of a job whose hosts ended with those on standard input, one a line.
 worst() {

@@ -3,7 +3,7 @@ set -euo pipefail
 slice() { gcloud compute tpus queued-resources "$1" mine --project=my-project --zone=us-east5-a "${@:2}"; }
 state() { slice describe --format='value(state.state)' 2>/dev/null || echo ABSENT; }
 
-on() { gcloud compute tpus tpu-vm ssh mine --project=my-project --zone=us-east5-a --worker="$1" --command="$2"; }
+on() { gcloud compute tpus tpu-vm ssh mine --project=my-project --zone=us-east5-a --worker="$1" --command="$2" --quiet; }
 
 echo "the slice is $(state)"
 on all 'mkdir -p aamoe_jobs/mine && cd aamoe_jobs/mine && { if [ -s code ]; then echo "$(hostname): ended with exit code $(cat code)"; elif [ -s pid ] && kill -0 "$(cat pid)"; then echo "$(hostname): runs"; else echo "$(hostname): idle"; fi; }'

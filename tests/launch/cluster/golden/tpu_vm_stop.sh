@@ -3,7 +3,7 @@ set -euo pipefail
 slice() { gcloud compute tpus queued-resources "$1" mine --project=my-project --zone=us-east5-a "${@:2}"; }
 state() { slice describe --format='value(state.state)' 2>/dev/null || echo ABSENT; }
 
-on() { gcloud compute tpus tpu-vm ssh mine --project=my-project --zone=us-east5-a --worker="$1" --command="$2"; }
+on() { gcloud compute tpus tpu-vm ssh mine --project=my-project --zone=us-east5-a --worker="$1" --command="$2" --quiet; }
 
 # The exit code of a job whose hosts ended with those on standard input, one a line.
 worst() {
