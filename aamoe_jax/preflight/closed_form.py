@@ -1,0 +1,68 @@
+"""What the model must do in a step, and its kernels: in closed form, from the config alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from aamoe_jax.config import ExperimentConfig, ModelConfig
+from aamoe_jax.cost import flops_per_pair, forward_flops
+from aamoe_jax.preflight.summary import Mode
+from aamoe_jax.preflight.work import Kernel
+from pallas_kernels.block_sparse_attention.tpu.dispatch import COSTS, REFERENCE_WORK
+
+FILL = 0.8
+"""Share of a tile's rows that are pairs: assumed. Budgets leave slots unused, groups of pairs end inside a tile."""
+FORWARD, BACKWARD = 2, 5
+"""Matrix products per pair in the passes of a kernel: scores and values; scores again, and four gradients."""
+PATHS = {"block_sparse_attention": "resident", "gathered": "gathered", "dense_attention": "dense"}
+"""How the kernels of a path are called, and the path."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelWork:
+    """Of one device in one step."""
+
+    flops: float
+    seconds: float
+    """Modelled from the committed schedules; a chip takes longer than its schedule says."""
+
+
+def step_flops(config: ExperimentConfig, tokens: int, mode: Mode) -> float:
+    """FLOPs of the model over so many tokens, all budgets spent; the backward pass costs twice the forward."""
+    length = config.data.seq_len
+    pairs = {"pairs_expert": np.asarray(tokens * pairs_per_token(config.model))}
+    return (3 if mode == "train" else 1) * forward_flops(config.model, tokens // length, length, pairs)
+
+
+def pairs_per_token(config: ModelConfig) -> float:
+    """Resources that a token can pay for, in all AA-MoE layers together."""
+    most = config.aamoe.max_resources
+    share = config.pattern.count("aamoe") / len(config.pattern)
+    return share * sum(beta if most is None else min(beta, most) for beta in config.betas)
+
+
+def kernel_work(config: ModelConfig, chip: str, tokens: float, mode: Mode, kernels: Sequence[Kernel]) -> KernelWork:
+    """What the attention kernels of a program do for so many tokens, as often as the program runs them."""
+    path = next((path for name, path in PATHS.items() for kernel in kernels if kernel.name.startswith(name)), None)
+    if path is None:
+        return KernelWork(0.0, 0.0)
+    products = BACKWARD + FORWARD * _forward_passes(kernels) if mode == "train" else FORWARD
+    flops = tokens * pairs_per_token(config) * products * flops_per_pair(config) / FORWARD
+    # Schedules are of one forward and one backward pass, with keys of 128 rows and 1024 lanes.
+    rate = 2 * (FORWARD + BACKWARD) * REFERENCE_WORK / (1e-9 * min(COSTS[chip][path].values()))
+    return KernelWork(flops, flops / (rate * FILL))
+
+
+def _forward_passes(kernels: Sequence[Kernel]) -> float:
+    """How often the forward pass runs for every backward pass: once more where it is recomputed."""
+    times = {
+        part: sum(kernel.times for kernel in kernels if _is_attention(kernel, part)) for part in ("forward", "backward")
+    }
+    return times["forward"] / times["backward"] if times["backward"] else 1.0
+
+
+def _is_attention(kernel: Kernel, part: str) -> bool:
+    return part in kernel.name and any(kernel.name.startswith(name) for name in PATHS)
