@@ -3,6 +3,7 @@
   python -m launch.train --gin_file=aamoe.gin --run_dir=runs/aamoe
   python -m launch.train --gin_file=aamoe.gin --gin_param='TrainingConfig.seed = 1' --run_dir=runs/aamoe_1
   python -m launch.train --gin_file=aamoe.gin --run_dir=runs/aamoe --profile=10:12
+  python -m launch.train --gin_file=aamoe.gin --run_dir=/shared/aamoe --distributed=10.0.0.1:8476,4,0   # ,1 ,2 and ,3
 
 The run folder holds config.gin and config.json (all fields, as they were used), metrics.jsonl and checkpoints/. Where
 it has a checkpoint the run goes on from there, to the same bits as if it had never stopped; a config that changed is
@@ -10,8 +11,13 @@ refused with what changed. The dataset `code` is prepared on first use; others a
 
 SIGTERM and SIGINT (Ctrl-C) stop the run after the step in flight with a complete checkpoint; a second one kills it.
 
+With --distributed the same command runs on every host, on one run folder that all of them see. A signal to any process
+stops all of them after the same step; where one is lost, or a step hangs, the others end within a minute. The run goes
+on with any number of processes and on any mesh.
+
 Exit codes: 0 finished; 1 the config, the data or a checkpoint does not fit; 3 the loss is not finite; 4 a checkpoint
-or a metric could not be written; 143 stopped by SIGTERM and 130 by SIGINT, all saved: the same command goes on.
+or a metric could not be written; 5 another process is lost, or a step hung; 143 stopped by SIGTERM and 130 by SIGINT,
+all saved: the same command goes on.
 """
 
 from __future__ import annotations
@@ -19,10 +25,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import jax
 from absl import flags
 
-from aamoe_jax.config import ExperimentConfig
+from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.data import ensure_prepared
+from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import SaveError
 from aamoe_jax.training.loop import DivergedError, Result, train
 from aamoe_jax.training.metrics import read_metrics
@@ -30,8 +38,10 @@ from aamoe_jax.training.profile import ProfileWindow
 from experiments.binding import operative_gin
 from launch.program import define_experiment_flags, experiment_from_flags, refuse_arguments, run
 
+EXIT_REFUSED = 1
 EXIT_DIVERGED = 3
 EXIT_NOT_SAVED = 4
+GO_ON = "the same command goes on from there"
 EXIT_SIGNAL = 128
 """Plus the number of the signal, as shells do."""
 
@@ -41,29 +51,62 @@ def define_flags() -> None:
     define_experiment_flags()
     flags.DEFINE_string("run_dir", None, "Folder of the run: made if it is missing, gone on with if it has begun.")
     flags.DEFINE_string("profile", None, "START:STOP: a profiler trace of these steps, into the run folder.")
+    flags.DEFINE_string(
+        "distributed",
+        None,
+        "This process is one of several: auto (TPU, SLURM, Open MPI, Kubernetes), or HOST:PORT,NUM,INDEX, where "
+        "HOST:PORT is of process 0.",
+    )
     flags.mark_flag_as_required("run_dir")
 
 
 def main(argv: list[str]) -> int:
     refuse_arguments(argv)
+    if flags.FLAGS.distributed is None:
+        return run_training()
+    distributed.initialize(flags.FLAGS.distributed)
+    try:
+        code = run_training()
+    except ConfigError as error:
+        print(f"error: {distributed.this_process()}{error}", file=sys.stderr)
+        code = EXIT_REFUSED
+    except jax.errors.JaxRuntimeError as error:
+        if distributed.is_loss(error):
+            distributed.end_lost(error)
+        raise
+    if 0 < code < EXIT_SIGNAL:
+        distributed.leave(code)
+    return code
+
+
+def run_training() -> int:
+    """Trains as the flags say; returns the exit code."""
     run_dir, config = Path(flags.FLAGS.run_dir), experiment_from_flags()
     profile = ProfileWindow.parse(flags.FLAGS.profile) if flags.FLAGS.profile is not None else None
-    ensure_prepared(config.data)
+    prepare_once(config)
     try:
         result = train(config, run_dir, profile=profile, notes={"config.gin": operative_gin(config)})
     except DivergedError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {distributed.this_process()}{error}", file=sys.stderr)
         return EXIT_DIVERGED
     except SaveError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {distributed.this_process()}{error}", file=sys.stderr)
         return EXIT_NOT_SAVED
     if result.interrupted is not None:
-        print(
-            f"stopped by {result.interrupted.name} after step {result.step}, saved; the same command goes on from there"
-        )
+        if distributed.is_first():
+            print(f"stopped by {result.interrupted.name} after step {result.step}, saved; {GO_ON}")
         return EXIT_SIGNAL + result.interrupted
-    print(summary(config, run_dir, result))
+    if distributed.is_first():
+        print(summary(config, run_dir, result))
     return 0
+
+
+def prepare_once(config: ExperimentConfig) -> None:
+    """Prepares the data: process 0 first, so that the others find it where they share a folder."""
+    if distributed.is_first():
+        ensure_prepared(config.data)
+    distributed.gather(distributed.unique("prepared"), "")
+    ensure_prepared(config.data)
 
 
 def summary(config: ExperimentConfig, run_dir: Path, result: Result) -> str:

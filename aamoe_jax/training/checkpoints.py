@@ -6,7 +6,11 @@ A checkpoint is a folder named after its step, which appears in one rename when 
   optimizer  the optimizer's state, a nested dict
   meta       JSON: format, step, key, position in the data, config, datasets, library versions, validation loss
 
-Orbax does not notice a flipped bit inside an array, so `meta` also holds a fingerprint of every array and of itself.
+Orbax does not notice a flipped bit inside an array, nor a missing file (it reads zeros), so `meta` also holds a
+fingerprint of every array and of itself.
+
+Several processes write one checkpoint together, each its part of the arrays, to a folder that all of them see; process
+0 tidies up. Each reads what it needs, on whatever mesh, and all of them take a checkpoint or none does.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ import platform
 import shutil
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +38,7 @@ from jaxtyping import Array, Shaped, UInt32
 
 from aamoe_jax.config import ConfigError, ExperimentConfig, from_dict, to_dict
 from aamoe_jax.data import DataState
+from aamoe_jax.training import distributed
 from aamoe_jax.training.state import TrainState
 
 FORMAT = 1
@@ -41,6 +47,7 @@ LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 
 Which = Literal["latest", "best"]
 Meta = dict[str, Any]
+Read = TypeVar("Read")
 
 
 class CheckpointError(ConfigError):
@@ -79,8 +86,7 @@ def load_checkpoint(path: str | Path, which: Which = "latest") -> Checkpoint:
     directory = find_checkpoint(Path(path), which)
     meta = read_meta(directory)
     config = from_dict(ExperimentConfig, meta["config"])
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    params = _restore(directory, "params", None, device)
+    params = _restore(directory, "params")
     _check_fingerprints(directory, {"params": params}, meta)
     return Checkpoint(config, params, meta["step"], meta)
 
@@ -130,13 +136,9 @@ class CheckpointStore:
 
     def __init__(self, folder: Path, *, keep_last: int):
         self.folder = folder.absolute()  # Orbax takes no others
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SaveError(f"{self.folder} cannot be made: {error.strerror}") from error
         self._keep_last = keep_last
         self._writing: int | None = None
-        self._remove_unfinished()
+        self._open()
         self._losses = {step: _validation_loss(self.folder / str(step)) for step in self.steps()}
         _silence_orbax()
         self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
@@ -153,6 +155,10 @@ class CheckpointStore:
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
         return saved_steps(self.folder)
+
+    def agreed_steps(self) -> list[int]:
+        """The same, as process 0 sees them."""
+        return json.loads(distributed.gather(distributed.unique("steps"), json.dumps(self.steps()))[0])
 
     def save(
         self, state: TrainState, config: ExperimentConfig, datasets: dict[str, Any], validation_loss: float | None
@@ -206,35 +212,44 @@ class CheckpointStore:
         self._checkpointer.close()
 
     def restore(self, step: int, like: TrainState, meta: Meta) -> TrainState:
-        """The state at a step, with the shardings of `like`.
+        """The state at a step, read straight into the shardings of `like`.
 
         Raises:
-          CorruptCheckpointError: it is damaged.
+          CorruptCheckpointError: it is damaged, for whichever process.
         """
-        directory = self._directory(step)
-        wanted = _trees(like)
-        trees = {name: _restore(directory, name, tree, like.step.sharding) for name, tree in wanted.items()}
+        directory, wanted = self._directory(step), _trees(like)
+        trees = unanimous(lambda: {name: _restore(directory, name, tree) for name, tree in wanted.items()})
         _check_fingerprints(directory, trees, meta)
-        key = jax.random.wrap_key_data(jnp.asarray(meta["key"], jnp.uint32))
-        state = TrainState(
-            step=jnp.asarray(step, jnp.int32),
-            params=trees["params"],
-            optimizer=serialization.from_state_dict(like.optimizer, trees["optimizer"]),
-            key=key,
-        )
-        return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, spec.sharding), state, like)
+        counter, key = _counter_and_key(step, tuple(meta["key"]), (like.step.sharding, like.key.sharding))
+        optimizer = serialization.from_state_dict(like.optimizer, trees["optimizer"])
+        return TrainState(counter, trees["params"], optimizer, key)
 
     def set_aside(self, step: int) -> Path:
-        """Renames a checkpoint, so that it is neither read nor counted any more; returns where it is now."""
+        """Renames a checkpoint, so that it is neither read nor counted any more; returns where it is then."""
         target = self.folder / f"{step}.corrupt"
-        shutil.rmtree(target, ignore_errors=not target.exists())
         self._losses.pop(step)
-        return self._directory(step).rename(target)
+        if distributed.is_first():
+            shutil.rmtree(target, ignore_errors=not target.exists())
+            self._directory(step).rename(target)
+        return target
+
+    def _open(self) -> None:
+        try:
+            if distributed.is_first():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._remove_unfinished()
+        except OSError as error:
+            raise SaveError(f"{self.folder} cannot be made: {error.strerror}") from error
+        distributed.gather(distributed.unique("folder"), "")
+        if not self.folder.is_dir():
+            raise SaveError(f"{self.folder}, made by process 0, is not here: the run folder must be one that all see")
 
     def _directory(self, step: int) -> Path:
         return self.folder / str(step)
 
     def _remove_superseded(self) -> None:
+        if not distributed.is_first():
+            return
         steps = self.steps()
         losses = {step: loss for step in steps if (loss := self._losses[step]) is not None}
         kept = set(steps[-self._keep_last :]) | ({min(losses, key=losses.__getitem__)} if losses else set())
@@ -246,9 +261,12 @@ class CheckpointStore:
             shutil.rmtree(path)
 
     def _failed(self, error: Exception) -> SaveError:
+        if distributed.is_loss(error):
+            distributed.end_lost(error)
         step, self._writing = self._writing, None
         self._losses.pop(step, None)
-        self._remove_unfinished()
+        if distributed.is_first():
+            self._remove_unfinished()
         steps = self.steps()
         last = f"the newest complete one is of step {steps[-1]}" if steps else "there is no earlier one"
         reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
@@ -256,6 +274,8 @@ class CheckpointStore:
 
     def _abandon(self, error: BaseException | None) -> None:
         """Another error is on its way out: finish what is being written, and let no second error hide the first."""
+        if jax.process_count() > 1:
+            return  # the others may never finish their part
         try:
             self.close()
         except SaveError as second:
@@ -266,6 +286,21 @@ class CheckpointStore:
 def library_versions() -> dict[str, str]:
     """Of everything that a run's numbers depend on."""
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in LIBRARIES}
+
+
+def unanimous(read: Callable[[], Read]) -> Read:
+    """What `read` returns. A checkpoint that one process cannot read, none of them takes: it raises on all."""
+    result = own = None
+    try:
+        result = read()
+    except CheckpointError as error:
+        own = error
+    complaints = distributed.gather(distributed.unique("read"), str(own) if own else "")
+    if own is not None:
+        raise own
+    if any(complaints):
+        raise CorruptCheckpointError(next(filter(None, complaints)))
+    return result
 
 
 def fingerprints(trees: dict[str, Any]) -> dict[str, int]:
@@ -302,19 +337,33 @@ def _check_fingerprints(directory: Path, trees: dict[str, Any], meta: Meta) -> N
         )
 
 
+def _counter_and_key(step: int, words: tuple[int, ...], shardings: tuple[Any, Any]) -> tuple[Array, Array]:
+    """Made where they belong: from here no array could be put on the devices of another process."""
+
+    def build() -> tuple[Array, Array]:
+        return jnp.asarray(step, jnp.int32), jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32))
+
+    return jax.jit(build, out_shardings=shardings)()
+
+
 def _trees(state: TrainState) -> dict[str, Any]:
     return {"params": state.params, "optimizer": serialization.to_state_dict(state.optimizer)}
 
 
-def _restore(directory: Path, item: str, like: Any, sharding: jax.sharding.Sharding) -> Any:
-    """One item of a checkpoint, as `like` says, or as it was saved on the devices of `sharding`."""
+def _restore(directory: Path, item: str, like: Any = None) -> Any:
+    """One item of a checkpoint, with the shardings of `like`; without, as it was saved, on one device."""
     path = directory.absolute() / item
     _silence_orbax()
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+    # Each process reads for itself: it could not wait for one that has found the checkpoint damaged.
+    here = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
         try:
             if like is None:
+                at = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
                 saved = checkpointer.metadata(path).item_metadata.tree
-                like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), saved)
+                like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), saved)
             return checkpointer.restore(path, args=ocp.args.StandardRestore(like))
         except Exception as error:  # Orbax raises bare Exceptions too
             raise _corrupt(directory, error) from error

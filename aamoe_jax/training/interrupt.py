@@ -1,11 +1,17 @@
-"""SIGTERM and SIGINT as a wish to stop after the step in flight."""
+"""SIGTERM and SIGINT as a wish to stop, and which step is the last one when there are several processes."""
 
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType, TracebackType
 
+import jax
+
+from aamoe_jax.training import distributed
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+POLL_SECONDS = 1.0
 
 
 class Interrupt:
@@ -29,3 +35,66 @@ class Interrupt:
     def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+class Agreement:
+    """Which step is the last, once a signal has reached any process: the same one for all.
+
+    A step is made by all processes or by none, and they are never at the same place. So each promises its steps one by
+    one, and when a stop is wanted all say which step they have promised. The last step is the largest of these: every
+    process can still make it, and none has gone past it. A thread answers, under the lock that a promise takes:
+    a process that waits inside a step answers too, and none promises more until all have answered.
+
+    It costs one small request a second and process to the coordination service, and nothing per step. JAX's own
+    `reached_preemption_sync_point` knows SIGTERM alone, does not tell which signal it was, and works only where Python
+    has no handler for it.
+    """
+
+    def __init__(self, interrupt: Interrupt, step: int):
+        self.signal: signal.Signals | None = None
+        """What was asked for, on whichever process."""
+        self._interrupt = interrupt
+        self._wish, self._answers = distributed.unique("stop"), distributed.unique("promised")
+        self._promised, self._last = step, None
+        self._lock = threading.Lock()
+        self._settled, self._ended = threading.Event(), threading.Event()
+        self._listener = threading.Thread(target=self._listen, name="stop", daemon=True)
+
+    def __enter__(self) -> Agreement:
+        if jax.process_count() > 1:
+            self._listener.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended.set()
+        if self._listener.ident is not None:
+            self._listener.join()
+
+    def allows(self, step: int) -> bool:
+        """Whether to make this step, the next one. A yes is a promise."""
+        if self._interrupt.requested is not None and self.signal is None:
+            self._ask(self._interrupt.requested)
+        with self._lock:
+            if self._last is None:
+                self._promised = step
+                return True
+            return step <= self._last
+
+    def _ask(self, number: signal.Signals) -> None:
+        if jax.process_count() == 1:
+            self.signal, self._last = number, self._promised
+        else:
+            distributed.announce(self._wish, number.name)
+            self._settled.wait()
+
+    def _listen(self) -> None:
+        try:
+            while (name := distributed.announced(self._wish)) is None:
+                if self._ended.wait(POLL_SECONDS):
+                    return
+            with self._lock:
+                promised = distributed.gather(self._answers, str(self._promised))
+                self.signal, self._last = signal.Signals[name], max(map(int, promised))
+        except jax.errors.JaxRuntimeError as error:
+            distributed.end_lost(error)
+        self._settled.set()

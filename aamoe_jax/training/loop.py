@@ -19,9 +19,10 @@ from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
 from aamoe_jax.cost import parameter_count
 from aamoe_jax.data import dataset_metadata, iterate, load_tokenizer, training_batches
 from aamoe_jax.data.batches import Batch
+from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import FOLDER, CheckpointStore
 from aamoe_jax.training.evaluation import Validation
-from aamoe_jax.training.interrupt import Interrupt
+from aamoe_jax.training.interrupt import Agreement, Interrupt
 from aamoe_jax.training.metrics import Clock, MetricsLog, Record, train_record
 from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.profile import Profiler, ProfileWindow
@@ -29,6 +30,7 @@ from aamoe_jax.training.progress import Progress
 from aamoe_jax.training.resume import restore_newest
 from aamoe_jax.training.state import Placement, TrainState, abstract_state, initial_state, place
 from aamoe_jax.training.step import Metrics, TrainStep, make_train_step
+from aamoe_jax.training.watchdog import Watchdog
 
 BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 
@@ -43,7 +45,7 @@ class Result:
 
     step: int
     interrupted: signal.Signals | None
-    """The signal that stopped it before its last step."""
+    """The signal that stopped it before its last step, on whichever process."""
     validation_loss: float | None
     """At the last step, where the run evaluates."""
 
@@ -62,6 +64,7 @@ class Run:
     recorder: Recorder
     profiler: Profiler
     interrupt: Interrupt
+    watchdog: Watchdog
 
 
 def train(
@@ -92,14 +95,16 @@ def train(
     with contextlib.ExitStack() as stack:
         # Outermost, so that a signal cannot cut off what the others do on their way out.
         interrupt = stack.enter_context(Interrupt())
+        watchdog = stack.enter_context(Watchdog(run_dir, jax.process_index()))
         store = stack.enter_context(CheckpointStore(run_dir / FOLDER, keep_last=training.keep_last))
         state = restore_newest(store, like, config, datasets)
         if state is None:
             state = initial_state(config.model, optimizer, training.seed, placement)
         start = int(jax.device_get(state.step))
         # Only now: a refused config leaves no trace in the folder of another experiment.
-        for name, text in {"config.json": json.dumps(to_dict(config), indent=1) + "\n", **(notes or {})}.items():
-            (run_dir / name).write_text(text)
+        if distributed.is_first():
+            for name, text in {"config.json": json.dumps(to_dict(config), indent=1) + "\n", **(notes or {})}.items():
+                (run_dir / name).write_text(text)
         log = stack.enter_context(MetricsLog(run_dir, resume_step=start, tensorboard=training.tensorboard))
         progress = stack.enter_context(Progress(start, training.steps))
         progress.say(_opening(config, like, start))
@@ -117,8 +122,9 @@ def train(
             validate=Validation(config, graphdef, byte_lengths, placement),
             store=store,
             recorder=Recorder(config, log, progress, store, start),
-            profiler=stack.enter_context(Profiler(profile, run_dir)),
+            profiler=stack.enter_context(Profiler(profile if distributed.is_first() else None, run_dir)),
             interrupt=interrupt,
+            watchdog=watchdog,
         )
         return run_steps(run, state, start)
 
@@ -127,32 +133,40 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
     """Steps start + 1, start + 2, ...: step n learns from batch n - 1."""
     training, recorder = run.config.training, run.recorder
     step, loss = start, None
-    while step < training.steps and run.interrupt.requested is None:
-        step += 1
-        with recorder.clock.waiting():
-            batch = next(run.batches)
-        run.profiler.before(step)
-        with jax.transfer_guard("disallow"):
-            state, metrics = run.train_step(state, run.placement.put(batch, training.batch_size))
-        recorder.receive(step, metrics)  # reads those of step n - 1, while the device computes step n
-        run.profiler.after(step, metrics)
-        run.store.poll()
+    with Agreement(run.interrupt, start) as agreement:
+        goes_on = start < training.steps and agreement.allows(start + 1)
+        while goes_on:
+            step += 1
+            with run.watchdog.step(step):
+                state = one_step(run, state, step)
+                goes_on = step < training.steps and agreement.allows(step + 1)
+                evaluates = _due(step, training.eval_every, training.steps)
+                saves = not goes_on or _due(step, training.checkpoint_every, training.steps)
+                if evaluates or saves:
+                    recorder.flush()  # raises unless this step was finite too: no other state is evaluated or saved
+            loss = None
+            if evaluates:
+                with recorder.clock.paused():
+                    records, loss = run.validate(state.params, step)
+                    recorder.validation(records)
+            if saves:
+                with recorder.clock.paused():
+                    run.store.save(state, run.config, run.datasets, loss)
+        run.store.wait()
+    return Result(step, agreement.signal if step < training.steps else None, loss)
 
-        stop = step == training.steps or run.interrupt.requested is not None
-        evaluates = _due(step, training.eval_every, training.steps)
-        saves = stop or _due(step, training.checkpoint_every, training.steps)
-        if evaluates or saves:
-            recorder.flush()  # raises unless this step was finite too: no other state is evaluated or saved
-        loss = None
-        if evaluates:
-            with recorder.clock.paused():
-                records, loss = run.validate(state.params, step)
-                recorder.validation(records)
-        if saves:
-            with recorder.clock.paused():
-                run.store.save(state, run.config, run.datasets, loss)
-    run.store.wait()
-    return Result(step, run.interrupt.requested if step < training.steps else None, loss)
+
+def one_step(run: Run, state: TrainState, step: int) -> TrainState:
+    """Hands a batch to the devices; reads what the step before came to."""
+    with run.recorder.clock.waiting():
+        batch = next(run.batches)
+    run.profiler.before(step)
+    with jax.transfer_guard("disallow"):
+        state, metrics = run.train_step(state, run.placement.put(batch, run.config.training.batch_size))
+    run.recorder.receive(step, metrics)  # reads those of step n - 1, while the device computes step n
+    run.profiler.after(step, metrics)
+    run.store.poll()
+    return state
 
 
 class Recorder:
@@ -237,9 +251,10 @@ def _due(step: int, every: int, last: int) -> bool:
 
 
 def _opening(config: ExperimentConfig, like: TrainState, start: int) -> str:
-    devices = jax.local_devices()
+    devices = jax.devices()
+    hosts = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     begins = f"resuming at step {start}" if start else "starting"
     return (
         f"{begins}: {parameter_count(like.params):,} parameters, {config.training.batch_size} x "
-        f"{config.data.seq_len} tokens per step, {len(devices)} x {devices[0].device_kind}"
+        f"{config.data.seq_len} tokens per step, {len(devices)} x {devices[0].device_kind}{hosts}"
     )

@@ -22,6 +22,7 @@ import jax
 from aamoe_jax.aamoe.statistics import summarize
 from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.cost import peak_flops, training_flops
+from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import SaveError
 
 FILE = "metrics.jsonl"
@@ -87,7 +88,7 @@ def train_record(step: int, metrics: dict[str, Any], timing: Timing, config: Exp
     }
     peak = peak_flops(jax.local_devices()[0])
     if peak is not None:
-        record["mfu"] = flops / (timing.seconds_per_step * peak * jax.local_device_count())
+        record["mfu"] = flops / (timing.seconds_per_step * peak * jax.device_count())
     if "predictor_loss" in statistics:
         record["predictor_loss"] = float(statistics["predictor_loss"].sum() / max(statistics["tokens"].sum(), 1))
     layers = summarize(statistics)
@@ -102,10 +103,13 @@ def loss_fields(sums: dict[str, Any]) -> Record:
 
 
 class MetricsLog:
-    """Writes records; on resume first drops those of steps that will be done again."""
+    """Writes records, if this is process 0; on resume first drops those of steps that will be done again."""
 
     def __init__(self, run_dir: Path, *, resume_step: int, tensorboard: str):
         self._path = run_dir / FILE
+        self._file = self._writer = None
+        if not distributed.is_first():
+            return
         _truncate(self._path, resume_step)
         self._file = self._path.open("ab", buffering=0)
         self._writer = _tensorboard_writer(run_dir / "tensorboard", resume_step) if tensorboard == "on" else None
@@ -114,12 +118,15 @@ class MetricsLog:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._writer is not None:
             self._writer.close()
 
     def write(self, record: Record) -> None:
         """One record, at once: a run that is killed has its lines."""
+        if self._file is None:
+            return
         try:
             self._file.write((json.dumps(record) + "\n").encode())
         except OSError as error:

@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import tqdm
 
+from aamoe_jax.training import distributed
 from aamoe_jax.training.metrics import Record
 
 
 class Progress:
-    """Shows training records as they come."""
+    """Shows training records as they come, if this is process 0."""
 
     def __init__(self, start: int, steps: int):
         self._steps = steps
-        self._bar = tqdm.tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True, disable=None)
+        disable = None if distributed.is_first() else True  # None: where there is no terminal
+        self._bar = tqdm.tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True, disable=disable)
 
     def __enter__(self) -> Progress:
         return self
@@ -52,6 +54,8 @@ class Progress:
 
     def say(self, line: str) -> None:
         """A line for people, above the bar where there is one."""
+        if not distributed.is_first():
+            return
         self._bar.write(line, file=sys.stdout)
         sys.stdout.flush()
 

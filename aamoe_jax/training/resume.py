@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
+from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import (
     CheckpointError,
     CheckpointStore,
@@ -15,6 +16,7 @@ from aamoe_jax.training.checkpoints import (
     Meta,
     library_versions,
     read_meta,
+    unanimous,
 )
 from aamoe_jax.training.state import TrainState
 
@@ -27,9 +29,15 @@ FREE_FIELDS = frozenset(
         "TrainingConfig.tensorboard",
         # Where the data lies. What it holds is compared by digest.
         "DataConfig.data_dir",
+        # Who computes what. Sums are in another order then, and so are the last bits.
+        "MeshConfig.data",
+        "MeshConfig.fsdp",
+        "MeshConfig.resource",
+        "MeshConfig.tensor",
+        "MeshConfig.pair_bound",
     }
 )
-"""Fields that may change on resume: they cannot change what the steps compute."""
+"""Fields that may change on resume: they cannot change what the steps are meant to compute."""
 
 
 def restore_newest(
@@ -43,14 +51,15 @@ def restore_newest(
       ConfigError: the checkpoint is of another experiment, or of other data.
       CheckpointError: there are checkpoints, and all of them are damaged.
     """
-    steps = store.steps()
+    steps = store.agreed_steps()
     for step in reversed(steps):
+        directory = store.folder / str(step)
         try:
-            meta = read_meta(store.folder / str(step))
+            meta = unanimous(lambda directory=directory: read_meta(directory))
             refuse_other_experiment(meta, config, datasets)
             state = store.restore(step, like, meta)
         except CorruptCheckpointError as error:
-            print(f"warning: {error}; moved to {store.set_aside(step)}", file=sys.stderr)
+            _warn(f"{error}; moved to {store.set_aside(step)}")
             continue
         _warn_of_versions(meta)
         return state
@@ -107,8 +116,12 @@ def _warn_of_versions(meta: Meta) -> None:
     now = library_versions()
     changed = [f"{name} {old} -> {now[name]}" for name, old in meta["versions"].items() if old != now.get(name)]
     if changed:
-        print(
-            f"warning: libraries changed since the checkpoint ({', '.join(changed)}): the run goes on, but not "
-            "necessarily to the same bits",
-            file=sys.stderr,
+        _warn(
+            f"libraries changed since the checkpoint ({', '.join(changed)}): the run goes on, but not necessarily to "
+            "the same bits"
         )
+
+
+def _warn(text: str) -> None:
+    if distributed.is_first():
+        print(f"warning: {text}", file=sys.stderr)

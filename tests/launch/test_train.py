@@ -99,8 +99,7 @@ def logged_steps(run_dir: Path) -> int:
 def last_state(run_dir: Path) -> dict[str, Any]:
     """Everything that the last checkpoint holds of the state."""
     directory = find_checkpoint(run_dir)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    arrays = {item: _restore(directory, item, None, device) for item in ("params", "optimizer")}
+    arrays = {item: _restore(directory, item) for item in ("params", "optimizer")}
     meta = read_meta(directory)
     assert fingerprints(arrays) == meta["fingerprints"]
     return arrays | {"rest": [np.asarray(meta["key"]), np.asarray(meta["step"]), np.asarray(meta["data"]["next_step"])]}

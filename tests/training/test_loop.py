@@ -20,6 +20,7 @@ from aamoe_jax.training.metrics import MetricsLog, read_metrics
 from aamoe_jax.training.profile import Profiler, ProfileWindow
 from aamoe_jax.training.progress import Progress
 from aamoe_jax.training.state import TrainState, place
+from aamoe_jax.training.watchdog import Watchdog
 from tests.training.helpers import experiment, random_batch, tiny_data, untimed
 
 CONFIG = experiment(DataConfig(seq_len=64, document_align=8), log_every=2)
@@ -62,6 +63,7 @@ def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interru
         MetricsLog(run_dir, resume_step=0, tensorboard="off") as log,
         Progress(0, config.training.steps) as progress,
         Profiler(None, run_dir) as profiler,
+        Watchdog(run_dir, 0) as watchdog,
     ):
         run = Run(
             config=config,
@@ -74,6 +76,7 @@ def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interru
             recorder=NotedRecorder(config, log, progress, store, 0),
             profiler=profiler,
             interrupt=interrupt,
+            watchdog=watchdog,
         )
         return run_steps(run, state, 0)
 

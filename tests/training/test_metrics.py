@@ -87,6 +87,7 @@ class TestRecords:
             "zero": [3, 0],
             "one": [3, 0],
             "clipped": [0, 0],
+            "overflow": [0, 10],
             "max_budget": [5, 6],
             "expert_load": [[1, 1, 1, 1], [4, 0, 0, 0]],
             "predictor_loss": [10, 30],
