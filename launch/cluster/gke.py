@@ -24,7 +24,7 @@ class Gke:
     """One TPU slice of a GKE cluster."""
 
     project: Annotated[str, "Google Cloud project; `gcloud projects list` shows yours."]
-    zone: Annotated[str, "Zone or region, such as us-east5-a."]
+    location: Annotated[str, "Region or zone of the cluster; `gcloud container clusters list` shows it."]
     gke_cluster: Annotated[str, "Name of the GKE cluster; `gcloud container clusters list` shows them."]
     accelerator: Annotated[str, "Accelerator, such as v5p-1024 or v5litepod-256."]
     image: Annotated[str, "Container image that holds Python and this repository."]
@@ -49,25 +49,17 @@ class Gke:
 
     @property
     def _kubectl(self) -> str:
-        return jobset.kubectl(self.project, self.zone, self.gke_cluster, self.namespace)
+        return jobset.kubectl(self.project, self.location, self.gke_cluster, self.namespace)
 
     def run(self, job: Job, avoided: Sequence[str]) -> str:
-        running = f'echo "{job.name} runs already, as it was started: waiting for its end" >&2'
-        return self._script(job.name, self.manifest(job, avoided), running)
+        return self._script(job.name, self.manifest(job, avoided), jobset.WAIT)
 
     def health(self, job: Job) -> str:
-        running = f'echo "{job.name} runs, and holds its hosts: stop it, or ask for its status" >&2\n  exit 1'
-        return self._script(job.name, self.manifest(job, (), train=False), running)
+        return self._script(job.name, self.manifest(job, (), train=False), jobset.REFUSE)
 
     def _script(self, name: str, manifest: dict[str, Any], running: str) -> str:
-        """Makes the JobSet, unless it runs; then waits for its end."""
         apply = shell.heredoc("kubectl apply --filename=-", yaml.safe_dump(manifest, sort_keys=False, width=1000))
-        return shell.script(
-            self._kubectl,
-            f'if [ "$({jobset.state(name)})" = "JobSet " ]; then\n  {running}\nelse\n'
-            f"  {jobset.delete(name)}\n  {apply}\nfi",
-            jobset.wait(name),
-        )
+        return shell.script(self._kubectl, jobset.make(name, apply, running), jobset.wait(name))
 
     def manifest(self, job: Job, avoided: Sequence[str], train: bool = True) -> dict[str, Any]:
         """The JobSet; without `train` one that probes its hosts and ends."""

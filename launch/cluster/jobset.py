@@ -16,15 +16,30 @@ PODS = (
 )
 
 
-def kubectl(project: str, zone: str, cluster: str, namespace: str) -> str:
+def kubectl(project: str, location: str, cluster: str, namespace: str) -> str:
     """A shell function `kubectl` that speaks to one cluster, under the name `gcloud ... get-credentials` gives it."""
-    context = shell.words(f"--context=gke_{project}_{zone}_{cluster}", f"--namespace={namespace}")
+    context = shell.words(f"--context=gke_{project}_{location}_{cluster}", f"--namespace={namespace}")
     return f'kubectl() {{ command kubectl {context} "$@"; }}'
 
 
 def state(name: str) -> str:
     """Shell that prints `JobSet Completed` or `JobSet Failed`, `JobSet ` while one runs, nothing if there is none."""
     return f"kubectl get jobset {name} --ignore-not-found --output=jsonpath='{{.kind}} {{.status.terminalState}}'"
+
+
+WAIT = 'echo "it runs already, as it was started: waiting for its end" >&2'
+REFUSE = 'echo "it runs, and holds its hosts: ask for its status, or stop it" >&2 && exit 1'
+
+
+def make(name: str, create: str, running: str) -> str:
+    """Shell that creates a JobSet in the place of one that ended, or does `running` where it runs."""
+    return f"""\
+if [ "$({state(name)})" = "JobSet " ]; then
+  {running}
+else
+  {delete(name)}
+  {create}
+fi"""
 
 
 def wait(name: str) -> str:

@@ -23,7 +23,7 @@ class TpuVm:
     """One slice of TPU VMs, which has the name of the job."""
 
     project: Annotated[str, "Google Cloud project; `gcloud projects list` shows yours."]
-    zone: Annotated[str, "Zone or region, such as us-east5-a."]
+    zone: Annotated[str, "Zone, such as us-east5-a."]
     accelerator: Annotated[str, "Accelerator, such as v5p-1024 or v5litepod-256."]
     capacity: Annotated[Literal["on_demand", "spot", "reserved"], "How nodes are paid for."] = "on_demand"
     runtime_version: Annotated[str | None, "Software of the TPU VMs; that of the generation if not given."] = None

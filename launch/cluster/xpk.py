@@ -20,11 +20,14 @@ class Xpk:
     """One TPU slice of a cluster made by `xpk cluster create`."""
 
     project: Annotated[str, "Google Cloud project; `gcloud projects list` shows yours."]
-    zone: Annotated[str, "Zone or region, such as us-east5-a."]
+    zone: Annotated[str, "Zone, such as us-east5-a."]
     gke_cluster: Annotated[str, "Name of the GKE cluster; `gcloud container clusters list` shows them."]
     accelerator: Annotated[str, "Accelerator, such as v5p-1024 or v5litepod-256."]
     image: Annotated[str, "Container image that holds Python and this repository."]
     storage: Annotated[str, "Storage that `xpk storage create` or `attach` named, with the run folder on it."]
+    location: Annotated[str | None, "Region or zone of the cluster; `gcloud container clusters list` shows it."] = (
+        None  # the region of the zone, where xpk makes its clusters
+    )
 
     # Its failure policy is its own, and it cannot be told to leave out nodes.
     supervised: ClassVar[frozenset[Retry]] = frozenset()
@@ -40,20 +43,22 @@ class Xpk:
 
     @property
     def _kubectl(self) -> str:
-        return jobset.kubectl(self.project, self.zone, self.gke_cluster, "default")
+        location = self.location or self.zone.rpartition("-")[0]
+        return jobset.kubectl(self.project, location, self.gke_cluster, "default")
 
     def run(self, job: Job, avoided: Sequence[str]) -> str:
         # `exec`: xpk passes SIGTERM to the shell that runs this, which by then is Python.
-        return self._create(job, f"{self._probe(job)} && exec {shell.words(*job.command(self.slice.hosts))}")
+        command = f"{self._probe(job)} && exec {shell.words(*job.command(self.slice.hosts))}"
+        return self._create(job, command, jobset.WAIT)
 
     def health(self, job: Job) -> str:
-        return self._create(job, self._probe(job))
+        return self._create(job, self._probe(job), jobset.REFUSE)
 
     def _probe(self, job: Job) -> str:
         probe = shell.words(*job.probe(self.slice.devices_per_host))
         return f"cd {shell.words(job.workdir)} && export JAX_PLATFORMS=tpu && {probe}"
 
-    def _create(self, job: Job, command: str) -> str:
+    def _create(self, job: Job, command: str, running: str) -> str:
         asked = [code for code in exits.codes(Retry.LIMITED, Retry.ALWAYS) if code not in OWN_RESTARTS]
         create = shell.lines(
             *("xpk", "workload", "create"),
@@ -66,7 +71,7 @@ class Xpk:
             f"--termination-grace-period-seconds={SAVING}",
             f"--command={command}",
         )
-        return shell.script(self._kubectl, create, jobset.wait(job.name))
+        return shell.script(self._kubectl, jobset.make(job.name, create, running), jobset.wait(job.name))
 
     def _place(self, name: str) -> list[str]:
         place = [f"--project={self.project}", f"--zone={self.zone}", f"--cluster={self.gke_cluster}"]

@@ -23,7 +23,14 @@ JOB = Job(
 PLACE = {"project": "my-project", "zone": "us-east5-a"}
 CLUSTERS: dict[str, Cluster] = {
     "tpu_vm": TpuVm(**PLACE, accelerator="v5p-128", capacity="spot", setup="sudo mount -a"),
-    "gke": Gke(**PLACE, gke_cluster="pods", accelerator="v5litepod-256", image="gcr.io/p/i", volume_claim="shared"),
+    "gke": Gke(
+        project="my-project",
+        location="us-east5",
+        gke_cluster="pods",
+        accelerator="v5litepod-256",
+        image="gcr.io/p/i",
+        volume_claim="shared",
+    ),
     "xpk": Xpk(**PLACE, gke_cluster="pods", accelerator="v6e-8", image="gcr.io/p/i", storage="shared"),
     "slurm": Slurm(nodes=4, gpus_per_node=8, partition="gpu", account="lab"),
 }

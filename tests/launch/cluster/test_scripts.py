@@ -67,7 +67,7 @@ def test_shellcheck_has_nothing_to_say():
 
 
 def test_xpk_is_given_a_command_that_shellcheck_likes():
-    (create,) = [part for part in scripts()["xpk_run"].split("\n\n") if part.startswith("xpk")]
+    (create,) = re.findall(r"^  (xpk .*?)\nfi$", scripts()["xpk_run"], flags=re.DOTALL | re.MULTILINE)
     (command,) = [word for word in shlex.split(create) if word.startswith("--command=")]
     assert not complaints(command.removeprefix("--command=") + "\n")
     assert "exec python3 -m launch.train" in command

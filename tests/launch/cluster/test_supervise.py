@@ -22,7 +22,14 @@ from tests.launch.cluster.fakes import Fake
 from tests.launch.session import calls
 
 TPU_VM = TpuVm(**PLACE, accelerator="v5p-16")
-GKE = Gke(**PLACE, gke_cluster="pods", accelerator="v5p-16", image="i", volume_claim="shared")
+GKE = Gke(
+    project="my-project",
+    location="us-east5",
+    gke_cluster="pods",
+    accelerator="v5p-16",
+    image="i",
+    volume_claim="shared",
+)
 XPK = Xpk(**PLACE, gke_cluster="pods", accelerator="v5p-16", image="i", storage="shared")
 SLURM = Slurm(nodes=2, gpus_per_node=0)
 
@@ -152,7 +159,7 @@ class TestGke:
         fake.plan("attempts", "Completed")
         assert supervise(GKE, job, no_pause) == 0
         assert len(fake.calls("apply")) == 1
-        assert all("--context=gke_my-project_us-east5-a_pods --namespace=default" in call for call in fake.calls())
+        assert all("--context=gke_my-project_us-east5_pods --namespace=default" in call for call in fake.calls())
 
     @pytest.mark.parametrize("code", [1, 4])
     def test_what_kubernetes_gave_up_is_given_up(self, fake, job, code):
@@ -193,6 +200,14 @@ class TestXpk:
         fake.plan("attempts", "Completed")
         assert supervise(XPK, job, no_pause) == 0
         assert len(fake.calls("xpk workload create", "--tpu-type=v5p-16")) == 1
+
+    def test_a_job_that_ended_makes_room(self, fake, job):
+        fake.plan("attempts", "Failed node-0 3", "Completed")
+        assert [supervise(XPK, job, no_pause) for _ in range(2)] == [3, 0]
+        assert [call.split()[0] for call in fake.calls() if "create" in call or "delete" in call] == [
+            "kubectl",
+            "xpk",
+        ] * 2
 
     def test_a_bad_node_is_named_and_left_to_a_person(self, fake, job, capfd):
         fake.plan("attempts", "Failed node-0 6")

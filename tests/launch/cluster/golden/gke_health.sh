@@ -1,10 +1,9 @@
 set -euo pipefail
 
-kubectl() { command kubectl --context=gke_my-project_us-east5-a_pods --namespace=default "$@"; }
+kubectl() { command kubectl --context=gke_my-project_us-east5_pods --namespace=default "$@"; }
 
 if [ "$(kubectl get jobset mine --ignore-not-found --output=jsonpath='{.kind} {.status.terminalState}')" = "JobSet " ]; then
-  echo "mine runs, and holds its hosts: stop it, or ask for its status" >&2
-  exit 1
+  echo "it runs, and holds its hosts: ask for its status, or stop it" >&2 && exit 1
 else
   kubectl delete jobset mine --ignore-not-found --cascade=foreground
   kubectl apply --filename=- <<'END'

@@ -1,9 +1,9 @@
 set -euo pipefail
 
-kubectl() { command kubectl --context=gke_my-project_us-east5-a_pods --namespace=default "$@"; }
+kubectl() { command kubectl --context=gke_my-project_us-east5_pods --namespace=default "$@"; }
 
 if [ "$(kubectl get jobset mine --ignore-not-found --output=jsonpath='{.kind} {.status.terminalState}')" = "JobSet " ]; then
-  echo "mine runs already, as it was started: waiting for its end" >&2
+  echo "it runs already, as it was started: waiting for its end" >&2
 else
   kubectl delete jobset mine --ignore-not-found --cascade=foreground
   kubectl apply --filename=- <<'END'

@@ -1,8 +1,12 @@
 set -euo pipefail
 
-kubectl() { command kubectl --context=gke_my-project_us-east5-a_pods --namespace=default "$@"; }
+kubectl() { command kubectl --context=gke_my-project_us-east5_pods --namespace=default "$@"; }
 
-xpk workload create \
+if [ "$(kubectl get jobset mine --ignore-not-found --output=jsonpath='{.kind} {.status.terminalState}')" = "JobSet " ]; then
+  echo "it runs, and holds its hosts: ask for its status, or stop it" >&2 && exit 1
+else
+  kubectl delete jobset mine --ignore-not-found --cascade=foreground
+  xpk workload create \
   --project=my-project \
   --zone=us-east5-a \
   --cluster=pods \
@@ -14,6 +18,7 @@ xpk workload create \
   --restart-on-exit-codes=4,5 \
   --termination-grace-period-seconds=600 \
   '--command=cd /opt/aamoe_jax && export JAX_PLATFORMS=tpu && python3 -m launch.cluster.probe --devices=4 --run_dir=/mnt/shared/runs/mine --min_free_gib=20'
+fi
 
 # The exit code of a job whose hosts ended with those on standard input, one a line.
 worst() {
