@@ -22,7 +22,7 @@ test: .venv/installed lint
 	$(BIN)/python -m pytest -n 2 --dist=worksteal
 
 test-aot: .venv-aot/installed
-	.venv-aot/bin/python -m pytest tests/pallas_kernels/test_aot*.py
+	.venv-aot/bin/python -m pytest -n 2 --dist=worksteal tests/*/test_aot*.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ Row = dict[str, Any]
 
 def report(record: dict[str, Any]) -> str:
     """The record as markdown."""
+    met_or_missed = targets(record["rows"])
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return "\n".join(
         [
@@ -28,15 +29,13 @@ def report(record: dict[str, Any]) -> str:
             "of the grid are its cycles, without memory stalls. Slots: the share that those bundles fill. The busiest "
             "kind of slot is a limit: the step cannot take fewer bundles than it needs, given in brackets. "
             "ns: issue or HBM, whichever takes longer; beside it the two limits, FLOPs at the matrix units' peak and "
-            "bytes at HBM's bandwidth. Splash attention is counted in the same FLOPs. `dense` meets every pair, "
+            "bytes at HBM's bandwidth. What binds is HBM where bytes take longer than bundles, else the busiest kind "
+            "of slot. Splash attention is counted in the same FLOPs. `dense` meets every pair, "
             "chosen or not. One core, bfloat16.",
             "",
             *table(record["rows"]),
             "",
-            "## Targets",
-            "",
-            *targets(record["rows"]),
-            "",
+            *(["## Targets", "", *met_or_missed, ""] if len(met_or_missed) > 2 else []),
             *(f"Refused by the compiler: {each['what']}: {each['why']}\n" for each in record["refused"]),
             "```",
             record["command"],
@@ -51,14 +50,14 @@ def report(record: dict[str, Any]) -> str:
 def table(rows: list[Row]) -> list[str]:
     """One line a kernel, chip, shape and direction."""
     head = ["chip", "kernel", "pass", "m", "d", "H", "T", "bundles a pair", *SLOTS, "busiest (bundles)", "spills"]
-    head += ["bytes a pair", "ns", "MXU limit", "HBM limit", "TFLOP/s", "of peak"]
-    lines = [_line(head), _line([*["---"] * 3, *["--:"] * (len(head) - 3)])]
+    head += ["bytes a pair", "ns", "MXU limit", "HBM limit", "TFLOP/s", "of peak", "binds"]
+    lines = [_line(head), _line([*["---"] * 3, *["--:"] * (len(head) - 4), "---"])]
     for row in rows:
         cells = [row[name] for name in ("chip", "kernel", "direction", "m", "d", "heads", "tile")]
         cells += [f"{row['bundles_a_pair']:.2f}", *(f"{row['slots'][slot]:.0%}" for slot in SLOTS)]
         cells += [f"{row['busiest']} ({row['busiest_bundles']:.2f})", row["spills"], f"{row['bytes_a_pair']:.0f}"]
         cells += [f"{row[name]:.2f}" for name in ("nanoseconds", "mxu_nanoseconds", "hbm_nanoseconds")]
-        lines.append(_line([*cells, f"{row['teraflops']:.0f}", f"{row['share_of_peak']:.0%}"]))
+        lines.append(_line([*cells, f"{row['teraflops']:.0f}", f"{row['share_of_peak']:.0%}", limit(row)]))
     return lines
 
 
@@ -67,7 +66,7 @@ def _line(cells: list[Any]) -> str:
 
 
 def targets(rows: list[Row]) -> list[str]:
-    """One line a target, with what binds where it is missed."""
+    """One line a target that the rows speak of, with what binds where it is missed."""
     lines = [_line(["target", "chip", "wanted", "found", "", "what binds"]), _line(["---"] * 6)]
     for chip in TPUS:
         pair = chosen(rows, chip, m=128, d=128, tile=512)
@@ -109,9 +108,14 @@ def _outcome(name: str, chip: str, wanted: float, found: float, sense: str, rows
     return _line([name, chip, f"{sense} {wanted:.4g}", f"{found:.3g}", "met" if met else "missed", binds])
 
 
+def limit(row: Row) -> str:
+    """HBM, or the kind of slot that the kernel fills most."""
+    return "HBM" if row["hbm_nanoseconds"] > row["issue_nanoseconds"] else row["busiest"]
+
+
 def binding(row: Row) -> str:
     """Which limit a kernel is nearest to, and how much of its time that does not explain."""
-    if row["hbm_nanoseconds"] > row["issue_nanoseconds"]:
+    if limit(row) == "HBM":
         return f"{row['direction']}: HBM, {row['bytes_a_pair']:.0f} bytes a pair"
     rest = row["bundles_a_pair"] - row["busiest_bundles"]
     return (
