@@ -95,7 +95,7 @@ def parse(accelerator: str, topology: str | None = None) -> Slice:
     """
     match = re.fullmatch(r"(\w+)-(\d+)", accelerator)
     if match is None or match[1] not in GENERATIONS:
-        raise ConfigError(f"accelerator = {accelerator!r}: is unknown{_suggestion(accelerator)}")
+        raise ConfigError(f"--accelerator = {accelerator!r}: is unknown{_suggestion(accelerator)}")
     generation, number = GENERATIONS[match[1]], int(match[2])
     chips, rest = divmod(number, generation.counted)
     usual = {size(shape): shape for shape in generation.shapes}
@@ -104,7 +104,7 @@ def parse(accelerator: str, topology: str | None = None) -> Slice:
     if rest or chips not in usual:
         counts = "TensorCores, two a chip" if generation.counted == 2 else "chips"
         raise ConfigError(
-            f"accelerator = {accelerator!r}: {number} {counts}, has no usual shape{_suggestion(accelerator)}; "
+            f"--accelerator = {accelerator!r}: {number} {counts}, has no usual shape{_suggestion(accelerator)}; "
             "for other shapes give --topology too, such as 4x4x12"
         )
     return Slice(generation, usual[chips])
@@ -121,23 +121,19 @@ def _checked(topology: str, accelerator: str, chips: int, generation: Generation
     dimensions = generation.shapes[0].count("x") + 1
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", topology) or topology.count("x") + 1 != dimensions:
         raise ConfigError(
-            f"topology = {topology!r}: {accelerator} has {dimensions} dimensions, such as {generation.shapes[-1]}"
+            f"--topology = {topology!r}: {accelerator} has {dimensions} dimensions, such as {generation.shapes[-1]}"
         )
     if size(topology) != chips:
         raise ConfigError(
-            f"topology = {topology!r}: has {size(topology)} chips, but {accelerator} has {chips}; "
-            f"name {_named(accelerator, size(topology), generation)} or another topology"
+            f"--topology = {topology!r}: has {size(topology)} chips, but {accelerator} has {chips}; "
+            f"name {accelerator.partition('-')[0]}-{size(topology) * generation.counted} or another topology"
         )
     lengths = [int(length) for length in topology.split("x")]
     # Larger slices are made of cubes of 4x4x4, the shortest side first.
     cubes = dimensions == 3 and lengths == sorted(lengths) and not any(length % 4 for length in lengths)
     if topology not in generation.shapes and not (cubes and chips <= generation.most):
         raise ConfigError(
-            f"topology = {topology!r}: {accelerator} does not come in it; there are {', '.join(generation.shapes)}"
+            f"--topology = {topology!r}: {accelerator} does not come in it; there are {', '.join(generation.shapes)}"
             + (", and multiples of 4x4x4 with the shortest side first" if dimensions == 3 else "")
         )
     return topology
-
-
-def _named(accelerator: str, chips: int, generation: Generation) -> str:
-    return f"{accelerator.partition('-')[0]}-{chips * generation.counted}"

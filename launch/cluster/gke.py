@@ -12,6 +12,7 @@ from launch.cluster import accelerators, exits, jobset, shell
 from launch.cluster.exits import Retry
 from launch.cluster.job import Job, refuse
 
+Action = Literal["run", "health"]
 TPU = "google.com/tpu"
 SAVING = 600
 """Seconds between SIGTERM and SIGKILL. A spot node leaves less, whatever this says."""
@@ -55,14 +56,20 @@ class Gke:
         return self._script(job.name, self.manifest(job, avoided), jobset.WAIT)
 
     def health(self, job: Job) -> str:
-        return self._script(job.name, self.manifest(job, (), train=False), jobset.REFUSE)
+        return self._script(job.name, self.manifest(job, (), "health"), jobset.REFUSE)
 
     def _script(self, name: str, manifest: dict[str, Any], running: str) -> str:
         apply = shell.heredoc("kubectl apply --filename=-", yaml.safe_dump(manifest, sort_keys=False, width=1000))
         return shell.script(self._kubectl, jobset.make(name, apply, running), jobset.wait(name))
 
-    def manifest(self, job: Job, avoided: Sequence[str], train: bool = True) -> dict[str, Any]:
-        """The JobSet; without `train` one that probes its hosts and ends."""
+    def manifest(self, job: Job, avoided: Sequence[str], action: Action = "run") -> dict[str, Any]:
+        """The JobSet: `run` probes the hosts and runs the job, `health` probes them and ends.
+
+        Raises:
+          ConfigError: the run folder is not in the shared file system.
+        """
+        if not f"{job.run_dir}/".startswith(f"{self.mount}/"):
+            refuse(self, "mount", f"the run folder {job.run_dir} is not in it, and would be lost with the pod")
         hosts = self.slice.hosts
         return {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -87,7 +94,7 @@ class Gke:
                                 "completionMode": "Indexed",
                                 "backoffLimit": 0,  # a pod alone cannot come back: the others wait in a collective
                                 "podFailurePolicy": {"rules": POD_RULES},
-                                "template": {"spec": self._pod(job, avoided, train)},
+                                "template": {"spec": self._pod(job, avoided, action)},
                             }
                         },
                     }
@@ -95,7 +102,7 @@ class Gke:
             },
         }
 
-    def _pod(self, job: Job, avoided: Sequence[str], train: bool) -> dict[str, Any]:
+    def _pod(self, job: Job, avoided: Sequence[str], action: Action) -> dict[str, Any]:
         probe = self._container(job, "probe", job.probe(self.slice.devices_per_host))
         selector = {
             "cloud.google.com/gke-tpu-accelerator": self.slice.generation.node,
@@ -119,7 +126,7 @@ class Gke:
             terms = [{"matchExpressions": [{"key": jobset.POOL, "operator": "NotIn", "values": list(avoided)}]}]
             required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
             pod["affinity"] = {"nodeAffinity": required}
-        if not train:
+        if action == "health":
             return pod | {"containers": [probe]}
         trainer = self._container(job, "main", job.command(self.slice.hosts))
         return pod | {"initContainers": [probe], "containers": [trainer]}

@@ -18,6 +18,8 @@ import sys
 UNHEALTHY = 6  # of launch.cluster.exits, which an old Python could not import
 OLDEST = (3, 11)  # as setup.cfg has it
 GIB = 2**30
+# The hosts of a TPU slice open it together, and their pods start when their images are there.
+PATIENCE = 900
 # In a process of its own: a broken accelerator hangs rather than fails.
 COUNT = "import jax, aamoe_jax; print(jax.local_device_count())"
 
@@ -79,7 +81,7 @@ def main(argv):
     parser.add_argument("--devices", type=int, required=True, help="JAX devices that this host must have")
     parser.add_argument("--run_dir", required=True, help="folder that must be writable")
     parser.add_argument("--min_free_gib", type=float, default=0, help="GiB that must be free there")
-    parser.add_argument("--patience", type=float, default=300, help="seconds that the devices may take to answer")
+    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds that the devices may take to answer")
     options = parser.parse_args(argv)
     found = [
         python_trouble(),

@@ -25,9 +25,8 @@ class Xpk:
     accelerator: Annotated[str, "Accelerator, such as v5p-1024 or v5litepod-256."]
     image: Annotated[str, "Container image that holds Python and this repository."]
     storage: Annotated[str, "Storage that `xpk storage create` or `attach` named, with the run folder on it."]
-    location: Annotated[str | None, "Region or zone of the cluster; `gcloud container clusters list` shows it."] = (
-        None  # the region of the zone, where xpk makes its clusters
-    )
+    # By default the region of the zone, where xpk makes its clusters.
+    location: Annotated[str | None, "Region or zone of the cluster; `gcloud container clusters list` shows it."] = None
 
     # Its failure policy is its own, and it cannot be told to leave out nodes.
     supervised: ClassVar[frozenset[Retry]] = frozenset()

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from aamoe_jax.training import distributed
 from launch import train
 from launch.cluster import exits, gke, probe, xpk
 from launch.cluster.exits import TABLE, Retry
@@ -22,7 +23,8 @@ def test_the_programs_end_with_codes_of_the_table():
     assert exits.lookup(train.EXIT_NOT_SAVED).retry is Retry.LIMITED
     assert exits.lookup(train.EXIT_SIGNAL + signal.SIGTERM).retry is Retry.ALWAYS
     assert exits.lookup(train.EXIT_SIGNAL + signal.SIGINT).retry is Retry.NEVER
-    assert exits.lookup(exits.LOST).retry is Retry.LIMITED
+    assert exits.lookup(distributed.EXIT_LOST).retry is Retry.LIMITED
+    assert distributed.EXIT_LOST == exits.LOST
     assert exits.lookup(probe.UNHEALTHY).retry is Retry.ELSEWHERE
     assert exits.lookup(1).retry is Retry.NEVER
 

@@ -18,7 +18,7 @@ GKE = CLUSTERS["gke"]
 MANIFESTS = {
     "run": GKE.manifest(JOB, ()),
     "elsewhere": GKE.manifest(JOB, ("pool-1", "pool-2")),
-    "health": GKE.manifest(JOB, (), train=False),
+    "health": GKE.manifest(JOB, (), "health"),
 }
 
 
