@@ -6,7 +6,8 @@
 
 Memory by kind and its biggest buffers, FLOPs, collectives with their bytes and axes, and a step time modelled from the
 chip's limits. The compiler is libtpu's, on any machine: extra `aot`, in an environment of its own (BUILD.md). A step
-takes minutes to compile, however many layers and devices.
+takes minutes to compile, however many layers and devices; --depth=placed stops the compiler, within about a minute,
+when every buffer has its place: code is not generated, which for a kernel could still fail.
 
 Exit codes: 0 fits everywhere; 1 the config does not fit the slice, or there is no compiler; 2 too big for at least one
 slice: the message says which buffers break it and what to change.
@@ -17,12 +18,13 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
+from typing import get_args
 
 from absl import flags
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.preflight.hardware import Slice
-from aamoe_jax.preflight.program import PreflightError, compile_apart
+from aamoe_jax.preflight.program import Depth, PreflightError, compile_apart
 from aamoe_jax.preflight.report import MODEL_NOTE, details, overview, too_big
 from aamoe_jax.preflight.summary import Summary
 from launch.program import define_experiment_flags, experiment_from_flags, refuse_arguments, run
@@ -36,6 +38,7 @@ def define_flags() -> None:
     define_experiment_flags()
     flags.DEFINE_multi_string("topology", None, "A slice such as v5p:8x8x8, v5e:16x16, v6e:16x16, tpu7x:4x4x4.")
     flags.DEFINE_enum("mode", "train", ["train", "eval"], "Which step.")
+    flags.DEFINE_enum("depth", "compiled", get_args(Depth), "How far the compiler goes.")
     flags.DEFINE_string("save", None, "Where the compiled executable goes, pickled; for one slice.")
     flags.DEFINE_string("output", None, "Stem of a .md and a .json file with all of it.")
     flags.mark_flag_as_required("topology")
@@ -62,9 +65,11 @@ def main(argv: list[str]) -> int:
     slices = [Slice.parse(topology) for topology in values.topology]
     if values.save is not None and len(slices) > 1:
         raise ConfigError(f"--save={values.save} takes one slice: there are {len(slices)} --topology")
+    if values.save is not None and values.depth != "compiled":
+        raise ConfigError(f"--save={values.save} needs --depth=compiled")
     save = None if values.save is None else Path(values.save)
     try:
-        summaries = [compile_apart(config, piece.topology, values.mode, save) for piece in slices]
+        summaries = [compile_apart(config, piece.topology, values.mode, values.depth, save) for piece in slices]
     except PreflightError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_NOT_COMPILED

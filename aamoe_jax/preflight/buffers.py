@@ -37,12 +37,19 @@ class Assignment:
 
     bytes: dict[Kind, int]
     """By kind; outputs that lie in their arguments' place are arguments."""
+    aliased: int
+    """Those arguments."""
     buffers: tuple[Buffer, ...]
     """Those alive when memory is fullest, the biggest first."""
 
     @property
     def total(self) -> int:
         return sum(self.bytes.values())
+
+
+def are_placed(folder: Path) -> bool:
+    """Whether the compiler has found a place for every buffer: it writes the program once more then."""
+    return any(folder.glob("*after_optimizations_after_buffer_assignment.txt"))
 
 
 def read_notes(folder: Path) -> tuple[str, str, str] | None:
@@ -69,19 +76,20 @@ def assignment(module: Module, assigned: str, live: str) -> Assignment:
     alive = {match[1] for line in live.splitlines() if (match := PEAK.match(line))}
     totals: dict[Kind, int] = {"argument": 0, "output": 0, "temporary": 0, "constant": 0}
     buffers: dict[tuple[int, int], Buffer] = {}
-    kind, number = None, 0
+    kind, number, aliased = None, 0, 0
     for line in assigned.splitlines():
         if allocation := ALLOCATION.match(line):
             number += 1
             kind = _kind(allocation[3]) if allocation[2] in (None, "0") else None
             if kind is not None:
                 totals[kind] += int(allocation[1])
+                aliased += int(allocation[1]) if kind == "argument" and "live-out" in allocation[3] else 0
         elif kind is not None and (value := VALUE.match(line)):
             name, size, offset, shape = value[1], int(value[2]), int(value[3]), value[4]
             known = buffers.get((number, offset))
             if name in alive and (known is None or known.bytes < size):
                 buffers[number, offset] = Buffer(kind, size, name, shape, sources.get(name, ""))
-    return Assignment(totals, tuple(sorted(buffers.values(), key=lambda buffer: -buffer.bytes)))
+    return Assignment(totals, aliased, tuple(sorted(buffers.values(), key=lambda buffer: -buffer.bytes)))
 
 
 def _kind(words: str) -> Kind | None:

@@ -9,12 +9,15 @@ import numpy as np
 
 from aamoe_jax.config import ExperimentConfig, ModelConfig
 from aamoe_jax.cost import flops_per_pair, forward_flops
+from aamoe_jax.preflight.hardware import Slice
 from aamoe_jax.preflight.summary import Mode
 from aamoe_jax.preflight.work import Kernel
 from pallas_kernels.block_sparse_attention.tpu.dispatch import COSTS, REFERENCE_WORK
 
 FILL = 0.8
 """Share of a tile's rows that are pairs: assumed. Budgets leave slots unused, groups of pairs end inside a tile."""
+LANES = 1024
+"""Heads side by side, in the table of schedules and in a group of the kernels."""
 FORWARD, BACKWARD = 2, 5
 """Matrix products per pair in the passes of a kernel: scores and values; scores again, and four gradients."""
 PATHS = {"block_sparse_attention": "resident", "gathered": "gathered", "dense_attention": "dense"}
@@ -44,16 +47,24 @@ def pairs_per_token(config: ModelConfig) -> float:
     return share * sum(beta if most is None else min(beta, most) for beta in config.betas)
 
 
-def kernel_work(config: ModelConfig, chip: str, tokens: float, mode: Mode, kernels: Sequence[Kernel]) -> KernelWork:
-    """What the attention kernels of a program do for so many tokens, as often as the program runs them."""
+def kernel_work(
+    config: ModelConfig, piece: Slice, tensor: int, tokens: float, mode: Mode, kernels: Sequence[Kernel]
+) -> KernelWork:
+    """What the attention kernels of a program do for so many tokens, as often as the program runs them.
+
+    Args:
+      tensor: devices that heads are divided over. Kernels give every group of LANES of them to one core.
+      tokens: all tokens of a step, over all devices.
+    """
     path = next((path for name, path in PATHS.items() for kernel in kernels if kernel.name.startswith(name)), None)
     if path is None:
         return KernelWork(0.0, 0.0)
     products = BACKWARD + FORWARD * _forward_passes(kernels) if mode == "train" else FORWARD
     flops = tokens * pairs_per_token(config) * products * flops_per_pair(config) / FORWARD
     # Schedules are of one forward and one backward pass, with keys of 128 rows and 1024 lanes.
-    rate = 2 * (FORWARD + BACKWARD) * REFERENCE_WORK / (1e-9 * min(COSTS[chip][path].values()))
-    return KernelWork(flops, flops / (rate * FILL))
+    rate = 2 * (FORWARD + BACKWARD) * REFERENCE_WORK / (1e-9 * min(COSTS[piece.chip][path].values()))
+    cores = min(piece.kind.cores, max(1, config.d_model // tensor // LANES))
+    return KernelWork(flops, flops / (rate * FILL * cores))
 
 
 def _forward_passes(kernels: Sequence[Kernel]) -> float:

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 BYTES = {"pred": 1, "token": 0, "opaque": 0, "s4": 0.5, "u4": 0.5, "c64": 8, "c128": 16}
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 NAME = re.compile(r"%([\w.\-]+)")
-CALLED = re.compile(r"\b(calls|to_apply|condition|body|branch_computations|called_computations)=(\{[^}]*\}|%[\w.\-]+)")
+CALLED = re.compile(r"\b(calls|to_apply|condition|body|called_computations)=(\{[^}]*\}|%[\w.\-]+)")
+BRANCHES = re.compile(r"\b(?:branch_computations|true_computation|false_computation)=(\{[^}]*\}|%[\w.\-]+)")
 HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
 FAST = "S(1)"
 """Layouts in the chip's fast memory: what lies there takes no main memory and moves nothing through it."""
@@ -180,7 +181,7 @@ def _closing(text: str) -> int:
 
 
 def runs(module: Module) -> Iterator[Run]:
-    """Every instruction that a step runs, with how often. Of the branches of a conditional all are taken to run."""
+    """Every instruction that a step runs, with how often. Of the branches of a conditional the longest is taken."""
     yield from _runs(module, module.computations[module.entry], 1, False)
 
 
@@ -194,11 +195,23 @@ def _runs(module: Module, computation: Computation, times: int, fused: bool) -> 
             continue
         inside = fused or instruction.opcode == "fusion"
         # `to_apply` of reductions and sorts are scalar functions, that of a call is a computation.
-        kinds = ["calls", "branch_computations", "called_computations"] + ["to_apply"] * (instruction.opcode == "call")
-        for kind in kinds:
-            for name in called.get(kind, ()):
-                if name in module.computations:
-                    yield from _runs(module, module.computations[name], times, inside)
+        kinds = ["calls", "called_computations"] + ["to_apply"] * (instruction.opcode == "call")
+        names = [name for kind in kinds for name in called.get(kind, ()) if name in module.computations]
+        if branches := _branches(instruction):
+            names.append(max(branches, key=lambda name: _length(module, name)))
+        for name in names:
+            yield from _runs(module, module.computations[name], times, inside)
+
+
+def _branches(instruction: Instruction) -> tuple[str, ...]:
+    """Computations of which a conditional runs one."""
+    found = [NAME.findall(names) for names in BRANCHES.findall(instruction.attributes)]
+    return tuple(name for names in found for name in names)
+
+
+def _length(module: Module, name: str) -> int:
+    """Instructions of a computation and of all that it calls."""
+    return sum(1 for _ in _runs(module, module.computations[name], 1, False))
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int:

@@ -33,10 +33,11 @@ PASSES = (("rematted_computation", "recomputed"), ("transpose(jvp", "backward"),
 
 def overview(summaries: Sequence[Summary]) -> str:
     """One row per slice."""
-    return table(OVERVIEW, [_overview_row(summary) for summary in summaries])
+    return table(OVERVIEW, [overview_row(summary) for summary in summaries])
 
 
-def _overview_row(summary: Summary) -> list[str]:
+def overview_row(summary: Summary) -> list[str]:
+    """The cells of a slice under OVERVIEW."""
     memory = [f"{summary.memory.peak / GIB:.1f}", f"{summary.memory.limit / GIB:.1f}"]
     mesh = " ".join(str(size) for size in summary.mesh.values())
     start = [summary.topology, f"{summary.chips:.0f}", mesh, *memory]

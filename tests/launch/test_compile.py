@@ -24,7 +24,7 @@ ABSENT = "v5p:1x1x1x1" if importlib.util.find_spec("libtpu") else "v5e:2x2"
 def defined():
     preflight.define_flags()
     yield
-    for name in ("topology", "mode", "save", "output", "gin_file", "gin_param"):
+    for name in ("topology", "mode", "depth", "save", "output", "gin_file", "gin_param"):
         delattr(flags.FLAGS, name)
 
 

@@ -87,14 +87,19 @@ class TestClosedForm:
             ([again, backward, window], "train", 9),
             ([window], "train", 0),
         ):
-            assert closed_form.kernel_work(config, "v5p", 10.0, mode, kernels).flops == 10 * pair * products
+            assert (
+                closed_form.kernel_work(config, Slice.parse("v5p:4x4x4"), 1, 10.0, mode, kernels).flops
+                == 10 * pair * products
+            )
 
     def test_kernels_take_what_their_schedules_say(self):
         config = experiment().model
         kernels = [Kernel(f"block_sparse_attention_{part}", 4, 9, 9) for part in ("forward", "backward")]
-        done = closed_form.kernel_work(config, "v5p", 10.0, "train", kernels)
         nanoseconds = closed_form.COSTS["v5p"]["resident"]["512"] * 64 / 128  # a pair of m = 64
-        assert done.seconds == pytest.approx(180 * nanoseconds * 1e-9 / closed_form.FILL)
+        for wider, cores in ((1, 1), (4, 2)):  # a second core has work where heads fill its lanes
+            wide = dataclasses.replace(config, d_model=wider * config.d_model)
+            done = closed_form.kernel_work(wide, Slice.parse("v5p:4x4x4"), 1, 10.0, "train", kernels)
+            assert done.seconds == pytest.approx(180 * wider * nanoseconds * 1e-9 / closed_form.FILL / cores)
 
 
 class TestSummary:

@@ -1,0 +1,126 @@
+"""The process that compiles: it traces the real step for a slice that is not there, and hands it to libtpu.
+
+libtpu reads its environment once, when it is loaded, and is stopped where its notes are all that is wanted: so it has a
+process of its own, started by `program.py` with a request on its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pickle
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import serialize_executable, topologies
+
+from aamoe_jax.config import ConfigError, ExperimentConfig, from_dict
+from aamoe_jax.cost import parameter_count
+from aamoe_jax.preflight.hardware import Slice
+from aamoe_jax.preflight.summary import Mode
+from aamoe_jax.training.evaluation import CAUSAL
+from aamoe_jax.training.loop import BATCH_FIELDS
+from aamoe_jax.training.optimizer import build_optimizer
+from aamoe_jax.training.state import abstract_state, place
+from aamoe_jax.training.step import make_eval_step, make_train_step
+from pallas_kernels import chips
+
+TOO_BIG = "RESOURCE_EXHAUSTED"
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """What is known before the compiler starts."""
+
+    mesh: dict[str, int]
+    places: list[list[int]]
+    """(x, y, z, core) of every device, in the order of the mesh."""
+    parameters: int
+    tokens: int
+    """Of a step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What the compiler says when it is done."""
+
+    code_bytes: int = 0
+    flops: float = 0.0
+    refusal: str = ""
+    """Why the program would be too big; empty where it is not."""
+
+
+def trace(config: ExperimentConfig, mode: Mode, devices: list[Any]) -> tuple[jax.stages.Lowered, Traced]:
+    """The step as training or evaluation runs it, over these devices.
+
+    Raises:
+      ConfigError: the mesh does not make the devices, or something cannot be divided over it.
+    """
+    placement, training = place(config, devices), config.training
+    optimizer = build_optimizer(config.optimizer, training.steps)
+    graphdef, like = abstract_state(config.model, optimizer, placement)
+    byte_lengths = np.ones(config.model.vocab_size, np.int32)  # the program is the same for every tokenizer
+    rows = training.batch_size if mode == "train" else training.batch_size // training.accumulate
+    shape = jax.ShapeDtypeStruct((rows, config.data.seq_len), jnp.int32, sharding=placement.batch)
+    batch = dict.fromkeys(BATCH_FIELDS, shape)
+    if mode == "train":
+        step = make_train_step(config, graphdef, optimizer, byte_lengths, placement)
+        out = jax.tree.map(lambda leaf: leaf.sharding, like), placement.replicated
+        lowered = jax.jit(step, donate_argnums=0, out_shardings=out).lower(like, batch)
+    else:
+        budget = CAUSAL[config.model.aamoe.budget.normalizer]
+        lowered = jax.jit(make_eval_step(graphdef, budget, byte_lengths, placement)).lower(like.params, batch)
+    mesh = placement.mesh
+    places = [[*device.coords, device.core_on_chip] for device in mesh.devices.flat]
+    return lowered, Traced(dict(mesh.shape), places, parameter_count(like.params), rows * config.data.seq_len)
+
+
+def compile_step(lowered: jax.stages.Lowered, notes: Path, save: Path | None) -> Outcome:
+    """Compiles to the end, leaves the compiler's notes in a folder, and the executable in a file."""
+    try:
+        compiled = lowered.compile({"xla_dump_to": str(notes), "xla_dump_hlo_as_text": True})
+    except jax.errors.JaxRuntimeError as error:
+        if TOO_BIG not in str(error):
+            raise
+        return Outcome(refusal=str(error))
+    if save is not None:
+        save.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
+    code = compiled.memory_analysis().generated_code_size_in_bytes
+    return Outcome(code, float(compiled.cost_analysis()["flops"]))
+
+
+@contextlib.contextmanager
+def _as_on(chip: str) -> Iterator[None]:
+    """Code traced within makes the choices that it would make on the chip, inside of `jax.shard_map`."""
+    with chips.assume(chip), mock.patch.object(chips, "kernels_by_default", return_value=True):
+        yield
+
+
+def main() -> int:
+    request = json.loads(sys.stdin.read())
+    config, topology = from_dict(ExperimentConfig, request["config"]), request["topology"]
+    devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    start = time.perf_counter()
+    try:
+        with _as_on(Slice.parse(topology).chip):
+            lowered, traced = trace(config, request["mode"], devices)
+    except ConfigError as error:
+        print(json.dumps({"refused": str(error)}), flush=True)
+        return 1
+    print(json.dumps(dataclasses.asdict(traced)), flush=True)
+    print(f"traced in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    save = None if request["save"] is None else Path(request["save"])
+    print(json.dumps(dataclasses.asdict(compile_step(lowered, Path(request["notes"]), save))), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Preflight with the TPU compiler itself, where libtpu is installed: `make test-aot`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import pickle
+
+import pytest
+
+from aamoe_jax.config import ConfigError, MeshConfig, TrainingConfig
+from aamoe_jax.preflight.program import compile_apart
+from aamoe_jax.preflight.report import too_big
+from tests.preflight import golden
+
+INSTALLED = importlib.util.find_spec("libtpu") is not None
+pytestmark = pytest.mark.skipif(not INSTALLED, reason="libtpu is not installed: make test-aot")
+
+
+@pytest.mark.parametrize("topology", golden.MESHES)
+def test_the_step_is_what_it_was(topology):
+    """Sizes that padding and scheduling touch within 5 %, everything else exactly."""
+    known = json.loads(golden.FILE.read_text())
+    version = importlib.metadata.version("libtpu")
+    if version != known["libtpu"]:
+        pytest.skip(f"the golden file is libtpu {known['libtpu']}'s, this is {version}: {golden.COMMAND}")
+    found, expected = golden.compiled(topology), known[topology]
+    for loose in ("temporaries", "moved_bytes"):
+        assert found.pop(loose) == pytest.approx(expected.pop(loose), rel=0.05), loose
+    assert found == expected
+
+
+def test_too_big_is_said_in_our_words_with_the_compiler_s_limit():
+    config = golden.experiment(MeshConfig(fsdp=4), vocab_size=32_768)
+    config = dataclasses.replace(config, training=TrainingConfig(batch_size=1024))
+    summary = compile_apart(config, "v5e:2x2", "train", "placed")
+    assert not summary.fits
+    assert summary.memory.peak > summary.memory.limit
+    assert max(summary.buffers, key=lambda buffer: buffer.bytes) == summary.buffers[0]
+    assert "32768]" in summary.buffers[0].shape  # the logits
+    text = too_big(summary, config)
+    assert "exceeds available HBM (15.75G)" in text
+    assert "TrainingConfig.accumulate = 2: 128 instead of 256 rows at a time" in text
+
+
+def test_an_executable_is_kept(tmp_path):
+    config = golden.experiment(MeshConfig(fsdp=4), kernel="xla")
+    summary = compile_apart(config, "v5e:2x2", "eval", "compiled", tmp_path / "step")
+    assert summary.memory.code > 0
+    assert summary.compiler_flops > 0
+    payload, _, _ = pickle.loads((tmp_path / "step").read_bytes())
+    assert len(payload) > summary.memory.code / 2
+
+
+def test_a_mesh_that_does_not_make_the_slice_is_refused():
+    with pytest.raises(ConfigError, match=r"MeshConfig: .* does not make 4 devices"):
+        compile_apart(golden.experiment(MeshConfig(data=3, fsdp=1)), "v5e:2x2", "train", "placed")
