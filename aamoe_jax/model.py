@@ -113,7 +113,7 @@ class LanguageModel(nnx.Module):
         shape = (config.vocab_size, config.d_model)
         # Scaled up by sqrt(d) on the way in, so that one table serves both ends: unit activations, unit logits.
         table = config.d_model**-0.5 * jax.random.normal(rngs.params(), shape)
-        self.embedding = nnx.Param(table, axes=(None, "storage"))
+        self.embedding = nnx.Param(table, axes=(None, "storage_float32"))
         self.periods = stacked_periods(config, rngs=rngs)
         self.norm = Norm(config.d_model, config.norm)
         if config.embedding == "untied":
@@ -161,12 +161,12 @@ class LanguageModel(nnx.Module):
 
     def embed(self, tokens: Int[Array, "*batch"], shards: Shards = WHOLE) -> Float[Array, "*batch d"]:
         """What enters the first block."""
-        table = shards.for_use(self.embedding)
+        table = shards.for_use(self.embedding, "float32")
         return (table[tokens] * self.config.d_model**0.5).astype(self.config.dtype)
 
     def logits(self, x: Float[Array, "*batch d"], shards: Shards = WHOLE) -> Float[Array, "*batch V"]:
         """Next-token logits (float32) of what leaves the last block."""
-        readout = shards.for_use(self.embedding if self.config.embedding == "tied" else self.readout)
+        readout = shards.for_use(self.embedding if self.config.embedding == "tied" else self.readout, self.config.dtype)
         x = self.norm(x)
         return jnp.einsum("...d,vd->...v", x, readout.astype(x.dtype), preferred_element_type=jnp.float32)
 
@@ -177,7 +177,9 @@ class LanguageModel(nnx.Module):
         def body(x: Array, inputs: tuple[Any, Array]) -> tuple[Array, tuple[Statistics, ...]]:
             params, betas = inputs
             # Gathered inside the body: one period at a time, and once more in the backward pass under `remat`.
-            params = nnx.map_state(lambda _, param: param.replace(context.shards.for_use(param)), params)
+            params = nnx.map_state(
+                lambda _, param: param.replace(context.shards.for_use(param, self.config.dtype)), params
+            )
             return nnx.merge(graphdef, params)(x, context, betas)
 
         x, _ = equally_varying((x, params))  # what goes around a loop keeps its type

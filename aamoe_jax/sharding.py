@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +38,9 @@ class ShardingRules:
     heads: MeshAxes = ("tensor",)
     """Heads of queries, keys and values, those of expert rows included; hidden units of a feed-forward."""
     storage: MeshAxes = ("fsdp",)
-    """A dimension along which a parameter is divided at rest, and gathered for use."""
+    """A dimension along which a parameter is divided at rest; it is gathered for use, in the type of activations."""
+    storage_float32: MeshAxes = ("fsdp",)
+    """The same for parameters that are used in float32."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -98,13 +100,16 @@ def parameter_specs(config: ModelConfig, rules: ShardingRules = RULES) -> dict[s
     return nnx.to_pure_dict(state, extract_fn=spec)
 
 
-def require_divisible(config: ExperimentConfig, mesh: Mesh) -> None:
-    """Refuses what the mesh cannot divide evenly, naming the field, its value and what is wanted.
+def require_divisible(config: ExperimentConfig, size: Mapping[str, int]) -> None:
+    """Refuses what a mesh cannot divide evenly, naming the field, its value and what is wanted.
+
+    Args:
+      size: of every axis.
 
     Raises:
       ConfigError: of the first such field.
     """
-    model, training, size = config.model, config.training, mesh.shape
+    model, training = config.model, config.training
     tokens, parts = config.data.seq_len, size["resource"] * size["tensor"]
     rows = training.batch_size // training.accumulate
     wanted = {
@@ -120,17 +125,17 @@ def require_divisible(config: ExperimentConfig, mesh: Mesh) -> None:
     for name, (value, divisor, what) in wanted.items():
         if value % divisor:
             raise ConfigError(f"{name.strip()} = {value}: must be divisible by {divisor}, the mesh's {what}")
-    _require_storable(config.model, mesh)
+    _require_storable(config.model, size)
 
 
-def _require_storable(config: ModelConfig, mesh: Mesh) -> None:
+def _require_storable(config: ModelConfig, size: Mapping[str, int]) -> None:
     """Refuses parameters with a dimension that the axes it lies on do not divide."""
     shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))))
     specs = jax.tree_util.tree_leaves(parameter_specs(config), is_leaf=lambda x: isinstance(x, PartitionSpec))
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(shapes), specs, strict=True):
         for length, names in zip(leaf.shape, spec, strict=False):
             axes = () if names is None else (names,) if isinstance(names, str) else names
-            parts = math.prod(mesh.shape[axis] for axis in axes)
+            parts = math.prod(size[axis] for axis in axes)
             if length % parts:
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise ConfigError(

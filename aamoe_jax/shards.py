@@ -8,12 +8,13 @@ size 1 moves nothing, so the same code runs where there is no mesh at all.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 FSDP, RESOURCE, TENSOR = ("fsdp",), ("resource",), ("tensor",)
 TOKENS = ("resource", "tensor")
@@ -58,15 +59,40 @@ class Shards:
             return x
         return jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
 
-    def for_use(self, param: nnx.Param) -> Array:
-        """A parameter as it is used: gathered from where it is stored, still divided by heads and resources."""
-        if "storage" not in param.axes:
+    def for_use(self, param: nnx.Param, dtype: str) -> Array:
+        """A parameter as it is used: gathered from where it is stored, still divided by heads and resources.
+
+        Args:
+          dtype: of the activations; what is cast to it where it is used, is cast before it travels.
+        """
+        if self.fsdp == 1:
             return param[...]
-        return self.gather(param[...], FSDP, param.axes.index("storage"))
+        if "storage" in param.axes:
+            return _gather_cast(param[...], dtype, param.axes.index("storage"))
+        if "storage_float32" in param.axes:
+            return self.gather(param[...], FSDP, param.axes.index("storage_float32"))
+        return param[...]
 
     def _moving(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if getattr(self, axis) > 1)
 
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather_cast(x: Float[Array, "..."], dtype: str, dimension: int) -> Float[Array, "..."]:
+    """All parts of a float32 parameter, cast. Its gradient is summed in float32."""
+    return jax.lax.all_gather(x.astype(dtype), FSDP, axis=dimension, tiled=True)
+
+
+def _gather_cast_forward(x: Array, dtype: str, dimension: int) -> tuple[Array, None]:
+    return _gather_cast(x, dtype, dimension), None
+
+
+def _gather_cast_backward(dtype: str, dimension: int, _: None, gradient: Array) -> tuple[Array]:
+    gradient = gradient.astype("float32")
+    return (jax.lax.psum_scatter(gradient, FSDP, scatter_dimension=dimension, tiled=True),)
+
+
+_gather_cast.defvjp(_gather_cast_forward, _gather_cast_backward)
 
 WHOLE = Shards()
 """No mesh."""

@@ -122,7 +122,7 @@ class BudgetPredictor(nnx.Module):
     def __init__(self, width: int, config: BudgetConfig, *, rngs: nnx.Rngs):
         hidden = config.predictor_width
         self.hidden_kernel = nnx.Param(
-            width**-0.5 * jax.random.normal(rngs.params(), (width, hidden)), axes=("storage", None)
+            width**-0.5 * jax.random.normal(rngs.params(), (width, hidden)), axes=("storage_float32", None)
         )
         self.hidden_bias = nnx.Param(jnp.zeros(hidden), axes=(None,))
         self.output_kernel = nnx.Param(jnp.zeros(hidden), axes=(None,))

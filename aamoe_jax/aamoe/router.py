@@ -27,8 +27,8 @@ class Router(nnx.Module):
         width = config.d_model
         kernel = width**-0.5 * jax.random.normal(rngs.params(), (width, width))
         embeddings = jax.random.normal(rngs.params(), (config.aamoe.num_experts, width))
-        self.context_kernel = nnx.Param(kernel, axes=("storage", None))
-        self.expert_embeddings = nnx.Param(embeddings, axes=("resources", "storage"))
+        self.context_kernel = nnx.Param(kernel, axes=("storage_float32", None))
+        self.expert_embeddings = nnx.Param(embeddings, axes=("resources", "storage_float32"))
         self.rope = config.aamoe.router_rope
 
     def __call__(

@@ -89,7 +89,7 @@ def place(config: ExperimentConfig, devices: Sequence[jax.Device] | None = None)
       ConfigError: the mesh does not make the devices, or something cannot be divided evenly over it.
     """
     mesh = make_mesh(config.mesh, devices)
-    require_divisible(config, mesh)
+    require_divisible(config, mesh.shape)
     return Placement(mesh, Shards.of_mesh(mesh, config.mesh.pair_bound), parameter_specs(config.model))
 
 

@@ -88,6 +88,24 @@ class Path(Protocol):
         """Adds the gradients through the routed pairs to `start`."""
 
 
+class NoPairs(NamedTuple):
+    """The path of tokens without slots: what the window has given is all there is."""
+
+    problem: Problem
+
+    def tables(self, pairs: Pairs) -> None:
+        """None are needed."""
+
+    def forward(self, inputs: Inputs, tables: None, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
+        """Adds nothing; a window that its bias hides gives nothing either."""
+        start = start._replace(output=jnp.where(start.lse[..., None] > -jnp.inf, start.output, 0))
+        return start, jnp.zeros_like(inputs.pairs.bias, jnp.float32)
+
+    def backward(self, inputs: Inputs, tables: None, cotangents: Cotangents, start: Gradients) -> Gradients:
+        """Adds nothing."""
+        return start
+
+
 class LocalWindow(NamedTuple):
     """How the local window is computed: the two functions of `window`, or others that do the same."""
 
@@ -114,13 +132,11 @@ def attend(
     local: LocalWindow = XLA_WINDOW,
 ) -> Attention:
     """See `interface.block_sparse_attention`; `plan` chooses how, and refuses what cannot be done with a ValueError."""
-    slots = pairs.resource.shape[1]
-    if slots == 0:  # one slot that nobody uses, so that no shape below is zero
-        pairs = Pairs(*(jnp.zeros_like(x, shape=(len(query), 1)) for x in pairs[:3]), jnp.zeros_like(pairs.count))
     inputs, window = equally_varying((Inputs(query, query_expert, key, value, pairs, max_score), window))
-    path = plan(problem(query, key, pairs, num_context=num_context, max_pairs=max_pairs, scale=scale))
+    numbers = problem(query, key, pairs, num_context=num_context, max_pairs=max_pairs, scale=scale)
+    path = plan(numbers) if numbers.slots > 0 else NoPairs(numbers)
     output, lse, mass = _attend((path, local), inputs, window, path.tables(inputs.pairs))
-    return Attention(output, lse, jax.lax.stop_gradient(mass[:, :slots]))
+    return Attention(output, lse, jax.lax.stop_gradient(mass))
 
 
 def problem(query, key, pairs: Pairs, *, num_context: int, max_pairs: int, scale: float) -> Problem:

@@ -1,0 +1,214 @@
+"""One small model on every mesh of the devices: does it compute the same, and what does it send?
+
+  python -m benchmarks.meshes --output=experiments/results/meshes.json
+  python -m benchmarks.meshes --meshes=1x2x2x2 --gin_param="AAMoEConfig.local = 'none'"
+
+For every mesh (data x fsdp x resource x tensor): by how much loss and gradients differ from those of one device, and
+the collectives of the compiled step with the bytes that one device sends. The devices are threads of this machine's
+CPU, the collectives those that its compiler wrote; nothing here is a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec
+
+from aamoe_jax.config import ConfigError, ExperimentConfig, MeshConfig
+from aamoe_jax.model import LanguageModel, split, structure
+from aamoe_jax.preflight import collectives, hlo
+from aamoe_jax.sharding import AXES
+from aamoe_jax.training.loop import BATCH_FIELDS
+from aamoe_jax.training.state import place
+from aamoe_jax.training.step import gradients_and_metrics, over_mesh
+from experiments.binding import load_experiment
+from launch.program import define_experiment_flags, refuse_arguments, run
+
+SMALL = (
+    "ModelConfig.vocab_size = 64",
+    "ModelConfig.d_model = 32",
+    "ModelConfig.num_heads = 8",
+    "ModelConfig.num_layers = 2",
+    "AAMoEConfig.chunk_size = 8",
+    "AAMoEConfig.num_experts = 16",
+    "BudgetConfig.beta = 3.0",
+    "DataConfig.seq_len = 128",
+    "DataConfig.document_align = 8",
+    "TrainingConfig.batch_size = 8",
+)
+"""A model that every mesh of 8 devices divides."""
+
+PAIRS = ("pairs_local", "pairs_context", "pairs_expert")
+
+Gradients = dict[str, Any]
+Batch = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What was found on one mesh."""
+
+    mesh: tuple[int, ...]
+    loss: float
+    """Relative difference from one device."""
+    gradient: float
+    """The largest difference in any parameter's gradient, over the largest entry of that gradient."""
+    pairs: float
+    """The largest difference in how many resources of a kind a layer gave."""
+    overflow: float
+    """Pairs dropped, of all layers."""
+    collectives: dict[str, tuple[int, float]]
+    """`kind axes` -> (how often, bytes that one device sends) in one step."""
+
+
+def factorizations(devices: int) -> list[tuple[int, ...]]:
+    """Every way to write `devices` as a product of four sizes."""
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    return [sizes for sizes in itertools.product(divisors, repeat=len(AXES)) if math.prod(sizes) == devices]
+
+
+def random_batch(config: ExperimentConfig) -> Batch:
+    """Rows of two documents, the last row half padding."""
+    rng, chunk = np.random.default_rng(0), config.model.aamoe.chunk_size
+    rows, length = config.training.batch_size, config.data.seq_len
+    first = (length // (2 * chunk) + 1) * chunk
+    segment_ids = np.where(np.arange(length) < first, 1, 2) * np.ones((rows, 1), np.int64)
+    segment_ids[-1, first:] = 0
+    positions = np.concatenate([np.arange(first), np.arange(length - first)]) * np.ones((rows, 1), np.int64)
+    tokens = rng.integers(1, config.model.vocab_size, (rows, length + 1))
+    batch = tokens[:, :-1], tokens[:, 1:], segment_ids, positions, segment_ids > 0
+    return {name: x.astype(np.int32) for name, x in zip(BATCH_FIELDS, batch, strict=True)}
+
+
+def random_params(config: ExperimentConfig) -> Gradients:
+    """Initial parameters, and something in those that start at zero: budgets are to differ."""
+
+    def build(key: jax.Array) -> Gradients:
+        return split(LanguageModel(config.model, rngs=nnx.Rngs(key)))[1]
+
+    params = jax.jit(build)(jax.random.key(0))
+    noise = np.random.default_rng(1)
+    return jax.tree.map(lambda x: np.asarray(x) if np.any(x) else noise.normal(size=x.shape).astype(x.dtype), params)
+
+
+def gradients_on(config: ExperimentConfig, devices: Sequence[jax.Device]) -> tuple[Gradients, Gradients, str]:
+    """(gradients, metrics, the compiled program's text) of one random batch."""
+    placement = place(config, devices)
+    compute: Callable = functools.partial(
+        gradients_and_metrics,
+        structure(config.model),
+        accumulate=config.training.accumulate,
+        predictor_weight=config.model.aamoe.budget.predictor_weight,
+        shards=placement.shards,
+    )
+    step = jax.jit(over_mesh(compute, placement, (placement.params, PartitionSpec())))
+    index, count = placement.shard(config.training.batch_size)
+    rows = {name: np.split(x, count)[index] for name, x in random_batch(config).items()}
+    batch = placement.put(rows, config.training.batch_size)
+    params = placement.put_params(random_params(config))
+    compiled = step.lower(params, batch).compile()
+    gradients, metrics = compiled(params, batch)
+    return jax.tree.map(_whole, gradients), jax.device_get(metrics), compiled.as_text()
+
+
+def measure(config: ExperimentConfig, mesh: tuple[int, ...], one: tuple[Gradients, Gradients, str]) -> Row:
+    """One mesh against one device."""
+    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **dict(zip(AXES, mesh, strict=True))))
+    gradients, metrics, text = gradients_on(config, jax.devices())
+    expected, single, _ = one
+    about, known = metrics["statistics"], single["statistics"]
+    module = hlo.parse(text)
+    found = collectives.collectives(module, hlo.runs(module), dict(zip(AXES, mesh, strict=True)))
+    return Row(
+        mesh,
+        abs(metrics["nll"] / single["nll"] - 1).item(),
+        max(jax.tree.leaves(jax.tree.map(_difference, gradients, expected))),
+        max(float(np.abs(about[name] - known[name]).max()) for name in PAIRS) if about else 0.0,
+        float(np.sum(about.get("overflow", 0))),
+        {f"{item.kind} {'+'.join(item.axes)}": (item.count, item.sent) for item in found},
+    )
+
+
+def _whole(x: jax.Array) -> np.ndarray:
+    """The array, of which another process may have a part."""
+    here = x.is_fully_addressable or x.is_fully_replicated
+    return np.asarray(x) if here else multihost_utils.process_allgather(x, tiled=True)
+
+
+def _difference(x: np.ndarray, y: np.ndarray) -> float:
+    return float(np.abs(x - y).max() / max(np.abs(y).max(), 1e-12)) if x.size else 0.0
+
+
+def table(rows: Sequence[Row]) -> str:
+    """As Markdown."""
+    lines = [
+        f"| {' x '.join(AXES)} | loss | gradients | pairs | collectives of a step (bytes a device sends) | bytes |",
+        "|---|--:|--:|--:|---|--:|",
+    ]
+    for row in rows:
+        sent = sum(size for _, size in row.collectives.values())
+        what = ", ".join(f"{count} {name} ({size:,.0f})" for name, (count, size) in row.collectives.items())
+        mesh = " x ".join(map(str, row.mesh))
+        lines.append(f"| {mesh} | {row.loss:.1e} | {row.gradient:.1e} | {row.pairs:g} | {what} | {sent:,.0f} |")
+    return "\n".join(lines)
+
+
+def parse_meshes(text: str, devices: int) -> list[tuple[int, ...]]:
+    """`all`, or a list such as 1x2x2x2,8x1x1x1.
+
+    Raises:
+      ConfigError: for anything else, or a product that is not the number of devices.
+    """
+    if text == "all":
+        return factorizations(devices)
+    meshes = []
+    for part in text.split(","):
+        sizes = part.split("x")
+        if len(sizes) != len(AXES) or not all(size.isdecimal() for size in sizes):
+            raise ConfigError(f"--meshes: {part!r} is not four sizes such as 1x2x2x2")
+        if math.prod(map(int, sizes)) != devices:
+            raise ConfigError(f"--meshes: {part} does not make --devices={devices}")
+        meshes.append(tuple(map(int, sizes)))
+    return meshes
+
+
+def main(argv: list[str]) -> int:
+    refuse_arguments(argv)
+    values = flags.FLAGS
+    jax.config.update("jax_num_cpu_devices", values.devices)
+    meshes = parse_meshes(values.meshes, values.devices)
+    config = load_experiment(values.gin_file, [*SMALL, *values.gin_param])
+    one = gradients_on(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
+    rows = []
+    for mesh in meshes:
+        rows.append(measure(config, mesh, one))
+        print(table(rows[-1:]).splitlines()[-1], file=sys.stderr)
+    command = "python -m benchmarks.meshes " + " ".join(sys.argv[1:])
+    result = {"command": command, "jax": jax.__version__, "rows": [dataclasses.asdict(row) for row in rows]}
+    print(table(rows))
+    if values.output:
+        path = Path(values.output)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        path.with_suffix(".md").write_text(f"{__doc__.splitlines()[0]}\n\n{table(rows)}\n\n```\n{command}\n```\n")
+    return 0
+
+
+if __name__ == "__main__":
+    define_experiment_flags()
+    flags.DEFINE_integer("devices", 8, "Devices that the CPU is to stand for.", lower_bound=1)
+    flags.DEFINE_string("meshes", "all", "Meshes such as 1x2x2x2,8x1x1x1; all: every one that makes the devices.")
+    flags.DEFINE_string("output", None, "A .json file for the rows; a table goes beside it as .md.")
+    run(main)

@@ -1,0 +1,144 @@
+"""One model on every mesh of 8 devices, and over real processes: the same loss, the same gradients, what is sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.meshes import factorizations
+
+MESHES = ["x".join(map(str, sizes)) for sizes in factorizations(8)]
+PARTS = [MESHES[i::4] for i in range(4)]
+"""Every part in a process of its own, so that several run side by side."""
+TOLERANCE = 1e-5
+
+
+def on_meshes(tmp_path, meshes: Sequence[str], *bindings: str) -> list[dict]:
+    """The rows of `benchmarks.meshes`."""
+    output = tmp_path / "meshes.json"
+    command = [sys.executable, "-m", "benchmarks.meshes", f"--meshes={','.join(meshes)}", f"--output={output}"]
+    command += [f"--gin_param={binding}" for binding in bindings]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(output.read_text())["rows"]
+
+
+def assert_same(rows: Sequence[dict]) -> None:
+    """Loss and gradients to float32, how many resources of each kind were given to the last one."""
+    for row in rows:
+        assert row["loss"] < TOLERANCE, row
+        assert row["gradient"] < TOLERANCE, row
+        assert row["pairs"] == 0, row
+        assert row["overflow"] == 0, row
+
+
+class TestEveryMesh:
+    def test_there_are_twenty(self):
+        assert len(MESHES) == len(set(MESHES)) == 20
+        assert {"8x1x1x1", "1x1x8x1", "1x1x1x8", "1x2x2x2"} <= set(MESHES)
+
+    @pytest.mark.parametrize("part", range(4))
+    def test_loss_and_gradients_are_those_of_one_device(self, tmp_path, part):
+        rows = on_meshes(tmp_path, PARTS[part])
+        assert ["x".join(map(str, row["mesh"])) for row in rows] == PARTS[part]
+        assert_same(rows)
+
+
+class TestEveryKindOfLayer:
+    """What the twenty meshes do not try: other readings of local context, budgets, mixers, memory, micro-batches."""
+
+    MESHES = ("1x2x2x2",)
+
+    def test_no_local_resource_a_null_slot_and_recomputation(self, tmp_path):
+        bindings = ("AAMoEConfig.local = 'none'", "AAMoEConfig.null_slot = 'learned'", "ModelConfig.remat = 'full'")
+        assert_same(on_meshes(tmp_path, self.MESHES, *bindings))
+
+    def test_own_chunk_row_budgets_with_a_predictor_and_micro_batches(self, tmp_path):
+        bindings = (
+            "AAMoEConfig.local = 'chunk'",
+            "BudgetConfig.normalizer = 'row'",
+            "TrainingConfig.accumulate = 2",
+            "ModelConfig.remat = 'dots'",
+        )
+        assert_same(on_meshes(tmp_path, self.MESHES, *bindings))
+
+    def test_routed_own_chunk_beside_dense_mixers(self, tmp_path):
+        bindings = (
+            "AAMoEConfig.local = 'routed'",
+            "AAMoEConfig.max_resources = 3",
+            "ModelConfig.pattern = ('aamoe', 'parallel', 'all_attention')",
+            "ModelConfig.num_layers = 3",
+            "ModelConfig.embedding = 'tied'",
+        )
+        assert_same(on_meshes(tmp_path, self.MESHES, *bindings))
+
+    def test_no_context(self, tmp_path):
+        assert_same(on_meshes(tmp_path, ("1x1x4x2",), "AAMoEConfig.context = 'none'", "AAMoEConfig.bias = 'none'"))
+
+
+class TestPairBound:
+    def test_what_is_past_it_is_counted(self, tmp_path):
+        (tight,) = on_meshes(tmp_path, ("2x1x4x1",), "MeshConfig.pair_bound = 1.0")
+        assert tight["overflow"] > 0
+        assert tight["pairs"] == 0 or tight["pairs"] < 100  # later layers see other inputs, and choose anew
+        assert TOLERANCE < tight["loss"] < 0.1  # something was dropped, and nothing broke
+
+
+class TestWhatIsSent:
+    """Collectives as the compiler wrote them, from two models that differ in one size."""
+
+    MESH = ("1x1x4x2",)
+
+    def gathered(self, row: dict, axes: str) -> float:
+        return row["collectives"].get(f"all-gather {axes}", (0, 0.0))[1]
+
+    def test_of_experts_only_router_embeddings_travel(self, tmp_path):
+        few, many = (
+            on_meshes(tmp_path, self.MESH, f"AAMoEConfig.num_experts = {experts}", "AAMoEConfig.max_resources = 4")[0]
+            for experts in (16, 80)
+        )
+        layers, width, bytes_each, shards = 2, 32, 4, 4
+        embeddings = layers * (80 - 16) * width * bytes_each * (shards - 1) / shards
+        assert self.gathered(many, "resource") - self.gathered(few, "resource") == embeddings
+        for name in few["collectives"]:
+            if name.startswith("all-gather") and name != "all-gather resource":
+                assert many["collectives"][name] == few["collectives"][name]
+
+    def test_looking_up_an_embedding_sends_nothing(self, tmp_path):
+        small, large = (on_meshes(tmp_path, self.MESH, f"ModelConfig.vocab_size = {size}")[0] for size in (64, 256))
+        for name, (count, sent) in small["collectives"].items():
+            if name == "all-reduce resource+tensor":  # gradients of the table, and of the readout
+                assert large["collectives"][name][0] == count
+            else:
+                assert large["collectives"][name] == [count, sent], name
+
+
+class TestProcesses:
+    @pytest.mark.parametrize(("processes", "devices", "mesh"), [(2, 4, "1x2x4x1"), (4, 2, "2x1x2x2")])
+    def test_loss_and_gradients_over_real_processes(self, processes, devices, mesh):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        program = [sys.executable, "-m", "tests.sharding.processes", str(port), str(processes)]
+        running = [
+            subprocess.Popen(
+                [*program, str(index), str(devices), mesh],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ,
+            )
+            for index in range(processes)
+        ]
+        ends = [process.communicate(timeout=600) for process in running]
+        for process, (_, errors) in zip(running, ends, strict=True):
+            assert process.returncode == 0, errors[-3000:]
+        rows = [json.loads(output.splitlines()[-1]) for output, _ in ends]
+        assert all(row["devices"] == 8 for row in rows)
+        assert_same(rows)
