@@ -46,6 +46,7 @@ class Xpk:
         return jobset.kubectl(self.project, location, self.gke_cluster, "default")
 
     def run(self, job: Job, avoided: Sequence[str]) -> str:
+        """The probe and the job are one command, so the exit code of either is the container's."""
         # `exec`: xpk passes SIGTERM to the shell that runs this, which by then is Python.
         command = f"{self._probe(job)} && exec {shell.words(*job.command(self.slice.hosts))}"
         return self._create(job, command, jobset.WAIT)
