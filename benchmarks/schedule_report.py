@@ -69,7 +69,7 @@ def targets(rows: list[Row]) -> list[str]:
     """One line a target that the rows speak of, with what binds where it is missed."""
     lines = [_line(["target", "chip", "wanted", "found", "", "what binds"]), _line(["---"] * 6)]
     for chip in TPUS:
-        pair = chosen(rows, chip, m=128, d=128, tile=512)
+        pair = chosen(rows, chip, m=128, d=128, heads=8, tile=512)
         for direction, row in pair.items() if chip in ("v5e", "v5p") else ():
             wanted = BEFORE_PIPELINING[direction]
             lines.append(
@@ -79,7 +79,7 @@ def targets(rows: list[Row]) -> list[str]:
             both = sum(row["bundles_a_pair"] for row in pair.values())
             name = "forward + backward, bundles a pair"
             lines.append(_outcome(name, chip, AFTER_PIPELINING[chip], both, "at most", list(pair.values())))
-        wide = chosen(rows, chip, m=256, d=256, tile=512)
+        wide = chosen(rows, chip, m=256, d=256, heads=4, tile=512)
         if len(wide) == 2 and chip in ("v6e", "tpu7x"):
             name = "m = 256, d = 256: share of peak"
             lines.append(_outcome(name, chip, WIDE_SHARE, share_of_peak(wide), "at least", list(wide.values())))

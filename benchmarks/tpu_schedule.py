@@ -21,11 +21,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 from absl import app, flags
 
 from benchmarks import measure
 from benchmarks.schedule_report import report
 from pallas_kernels import aot, block_sparse_attention, schedule
+from pallas_kernels.block_sparse_attention.tpu import gathered as gathered_path
 from pallas_kernels.block_sparse_attention.tpu.gathered_kernels import CHUNK
 from pallas_kernels.chips import TPUS
 
@@ -37,6 +39,8 @@ TOLERANCE = 0.05
 SPLASH_TOKENS = 8192
 CASES = "tests.pallas_kernels"
 """Where the kernels' cases are."""
+GROUP = 1024
+"""Lanes of a head group, a step of the grid, by paths A and C; path B's follow from its layout."""
 CHUNKS, BLOCKS = 128, 16
 """Chunks of pairs and blocks of tokens in the case of path B's sums."""
 
@@ -109,7 +113,7 @@ def resident(direction: Direction, maximum: Literal["bounded", "running"] = "bou
     def parts(shape: Shape) -> list[Part]:
         options = _sizes(shape, case) | {"tokens": 8 * shape.tile}
         call = f"block_sparse_attention_{case}"
-        return [Part(f"{CASES}.chip_cases:kernel", options, call, shape.tile / max(1, shape.width // 1024))]
+        return [Part(f"{CASES}.chip_cases:kernel", options, call, shape.tile / max(1, shape.width // GROUP))]
 
     name = "resident" if maximum == "bounded" else f"resident_{maximum}"
     return Kernel(name, direction, parts, lambda shape, programs: _arrays(programs) / (64 * shape.tile))
@@ -123,7 +127,7 @@ def gathered(direction: Direction) -> Kernel:
     sums = {"forward": "merge", "backward": "add"}[direction]
 
     def parts(shape: Shape) -> list[Part]:
-        groups = max(1, shape.width // 1024)
+        groups = gathered_path.choose_layout(shape.heads, shape.d, jnp.dtype(jnp.bfloat16), rows=0.0).groups
         case = f"{CASES}.gathered_cases:kernel"
         by_chunk = CHUNKS * CHUNK / (CHUNKS + BLOCKS) / groups  # each block of tokens ends inside a chunk of pairs
         return [
@@ -152,14 +156,14 @@ def dense(direction: Direction) -> Kernel:
     """
 
     def pairs(shape: Shape) -> float:
-        return 512 * max(1, 512 // shape.m)
+        return 512 * max(1, 512 // shape.m) / max(1, shape.width // GROUP)
 
     def parts(shape: Shape) -> list[Part]:
         options = {"tokens": 4096, "heads": shape.heads, "d": shape.d, "m": shape.m}
         part = Part(f"{CASES}.dense_cases:kernels", options, f"dense_attention_{direction}", pairs(shape))
         return [part] if shape.tile == HEADLINE.tile else []
 
-    return Kernel("dense", direction, parts, lambda shape, _: 2 * 2 * 512 * shape.width / pairs(shape) + 8)
+    return Kernel("dense", direction, parts, lambda shape, _: 2 * 2 * 512 * min(shape.width, GROUP) / pairs(shape) + 8)
 
 
 def paged() -> Kernel:
