@@ -257,6 +257,8 @@ class TrainingConfig:
     keep_last: int = 2
     """Newest checkpoints kept, beside the one with the best validation loss."""
     tensorboard: Literal["off", "on"] = "off"
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient is not finite ends the run (`stop`), or leaves the state as it was (`skip`)."""
 
     def __post_init__(self) -> None:
         _require_positive(
@@ -267,6 +269,7 @@ class TrainingConfig:
         if self.eval_every < 0:
             _refuse(self, "eval_every", "must be at least 0")
         _require_choice(self, "tensorboard", ("off", "on"))
+        _require_choice(self, "nonfinite", ("stop", "skip"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from aamoe_jax.config import ConfigError
 AUTO = "auto"
 EXIT_LOST = 5
 """Exit code of a process that had to end because another one is gone, or because a step hung."""
-HEARTBEAT_SECONDS = 30
+HEARTBEAT_SECONDS = 20
 """Without a sign of life from a process for so long, the others end."""
 START_SECONDS = 300
 """How long a process waits for the others to be started."""

@@ -23,7 +23,8 @@ from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import FOLDER, CheckpointStore
 from aamoe_jax.training.evaluation import Validation
 from aamoe_jax.training.interrupt import Agreement, Interrupt
-from aamoe_jax.training.metrics import Clock, MetricsLog, Record, train_record
+from aamoe_jax.training.metrics import Clock, MetricsLog, Record, skipped_record, train_record
+from aamoe_jax.training.nonfinite import IN_A_ROW
 from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.profile import Profiler, ProfileWindow
 from aamoe_jax.training.progress import Progress
@@ -143,7 +144,7 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
                 evaluates = _due(step, training.eval_every, training.steps)
                 saves = not goes_on or _due(step, training.checkpoint_every, training.steps)
                 if evaluates or saves:
-                    recorder.flush()  # raises unless this step was finite too: no other state is evaluated or saved
+                    recorder.flush()  # raises unless this step's state is finite too: no other is evaluated or saved
             loss = None
             if evaluates:
                 with recorder.clock.paused():
@@ -177,6 +178,7 @@ class Recorder:
     ):
         self._config, self._log, self._progress, self._store = config, log, progress, store
         self._pending: tuple[int, Metrics] | None = None
+        self._in_a_row = 0
         self.clock = Clock(start)
 
     def receive(self, step: int, metrics: Metrics) -> None:
@@ -199,10 +201,16 @@ class Recorder:
 
     def _record(self, step: int, metrics: Metrics) -> None:
         values = jax.device_get(metrics)
-        if not (math.isfinite(values["nll"]) and math.isfinite(values["grad_norm"])):
+        training = self._config.training
+        finite = math.isfinite(values["nll"]) and math.isfinite(values["grad_norm"])
+        self._in_a_row = 0 if finite else self._in_a_row + 1
+        if not finite and (training.nonfinite == "stop" or self._in_a_row == IN_A_ROW):
             raise DivergedError(self._divergence(step, values))
         self._progress.advance()
-        training = self._config.training
+        if not finite:
+            self._log.write(skipped_record(step))
+            self._progress.say(f"step {step} skipped: {_reason(step, values)}")
+            return
         if step == 1 or _due(step, training.log_every, training.steps):
             record = train_record(step, values, self.clock.read(step), self._config)
             self._log.write(record)
@@ -212,10 +220,11 @@ class Recorder:
         self._store.wait()
         saved = self._store.steps()
         last = f"the last good checkpoint is {self._store.folder / str(saved[-1])}" if saved else "nothing was saved"
+        row = f", the {IN_A_ROW}th step in a row" if self._in_a_row == IN_A_ROW else ""
         return (
-            f"step {step}, on batch {step - 1}: the sum of losses is {values['nll']}, the gradient norm "
-            f"{values['grad_norm']}; {last}. Resuming would repeat these steps: lower OptimizerConfig.learning_rate or "
-            "clip_norm in a new run folder"
+            f"step {step}, {_reason(step, values)}{row}; {last}. Resuming would repeat these steps: lower "
+            "OptimizerConfig.learning_rate or clip_norm in a new run folder, or take TrainingConfig.nonfinite = 'skip' "
+            "where single batches are to blame"
         )
 
 
@@ -233,6 +242,10 @@ def compile_step(
     progress.say(f"compiled in {time.perf_counter() - start:.1f} s")
     progress.restart_clock()
     return compiled
+
+
+def _reason(step: int, values: Metrics) -> str:
+    return f"on batch {step - 1}: the sum of losses is {values['nll']}, the gradient norm {values['grad_norm']}"
 
 
 def _require_vocabulary(config: ExperimentConfig, datasets: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """What a run writes down: one JSON object per line, and TensorBoard by choice.
 
-`metrics.jsonl` is always written. A line is of `kind` "train" or "validation". Lines depend on the run alone, but for
-the fields in TIMING_FIELDS: a run that was interrupted and resumed leaves the file that it would have left anyway.
+`metrics.jsonl` is always written. A line is of `kind` "train", "validation" or "skipped". Lines depend on the run
+alone, but for the fields in TIMING_FIELDS: a run that was interrupted and resumed leaves the file that it would have
+left anyway.
 """
 
 from __future__ import annotations
@@ -93,6 +94,11 @@ def train_record(step: int, metrics: dict[str, Any], timing: Timing, config: Exp
         record["predictor_loss"] = float(statistics["predictor_loss"].sum() / max(statistics["tokens"].sum(), 1))
     layers = summarize(statistics)
     return record | ({"layers": layers} if layers else {})
+
+
+def skipped_record(step: int) -> Record:
+    """The line of a step that was not finite, and left the state as it was."""
+    return {"kind": "skipped", "step": step, "batch": step - 1}
 
 
 def loss_fields(sums: dict[str, Any]) -> Record:

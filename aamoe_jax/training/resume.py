@@ -27,6 +27,8 @@ FREE_FIELDS = frozenset(
         "TrainingConfig.checkpoint_every",
         "TrainingConfig.keep_last",
         "TrainingConfig.tensorboard",
+        # What becomes of a step that is not finite. The others are the same.
+        "TrainingConfig.nonfinite",
         # Where the data lies. What it holds is compared by digest.
         "DataConfig.data_dir",
         # Who computes what. Sums are in another order then, and so are the last bits.

@@ -24,6 +24,7 @@ from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.model import merge
 from aamoe_jax.shards import TOKENS, Shards, max_over_all, sum_over_all
+from aamoe_jax.training.nonfinite import keep_finite, updates_made
 from aamoe_jax.training.optimizer import gradient_norm, learning_rate
 from aamoe_jax.training.state import Placement, TrainState
 
@@ -67,10 +68,13 @@ def make_train_step(
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         metrics |= {
             "grad_norm": gradient_norm(gradients),
-            "learning_rate": learning_rate(config.optimizer, config.training.steps, state.step),
+            "learning_rate": learning_rate(config.optimizer, config.training.steps, updates_made(state.optimizer)),
         }
         params = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, optimizer_state, state.key), metrics
+        after = TrainState(state.step + 1, params, optimizer_state, state.key)
+        if config.training.nonfinite == "skip":
+            after = keep_finite(jnp.isfinite(metrics["nll"]) & jnp.isfinite(metrics["grad_norm"]), after, state)
+        return after, metrics
 
     return train_step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -21,7 +22,7 @@ from aamoe_jax.training.profile import Profiler, ProfileWindow
 from aamoe_jax.training.progress import Progress
 from aamoe_jax.training.state import TrainState, place
 from aamoe_jax.training.watchdog import Watchdog
-from tests.training.helpers import experiment, random_batch, tiny_data, untimed
+from tests.training.helpers import experiment, random_batch, replace, tiny_data, untimed
 
 CONFIG = experiment(DataConfig(seq_len=64, document_align=8), log_every=2)
 
@@ -116,6 +117,25 @@ class TestDivergence:
         assert message.startswith(f"step {step}, on batch {step - 1}: the sum of losses is nan")
         assert ("nothing was saved" if good is None else f"checkpoints/{good}") in message
         assert [event for event in events if event[0] == "save"] == ([("save", good)] if good else [])
+
+
+class TestSkipping:
+    def test_steps_that_are_not_finite_are_counted_and_the_run_goes_on(self, tmp_path, capfd):
+        config = replace(CONFIG, "training", nonfinite="skip", log_every=1)
+        result = stub_run(tmp_path, [], config=config, losses={3: float("nan"), 8: float("inf")})
+        assert result.step == 8
+        records = read_metrics(tmp_path)
+        assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 4, 5, 6, 7]
+        skipped = [record for record in records if record["kind"] == "skipped"]
+        assert skipped == [{"kind": "skipped", "step": step, "batch": step - 1} for step in (3, 8)]
+        assert "step 3 skipped: on batch 2: the sum of losses is nan, the gradient norm 1.0" in capfd.readouterr().out
+
+    @pytest.mark.parametrize(("bad", "ends"), [(range(2, 12), True), ({*range(2, 11), *range(12, 21)}, False)])
+    def test_many_in_a_row_end_it(self, tmp_path, bad, ends):
+        config = replace(CONFIG, "training", nonfinite="skip", steps=24, eval_every=0)
+        outcome = pytest.raises(DivergedError, match=r"step 11, on batch 10: .*, the 10th step in a row")
+        with outcome if ends else contextlib.nullcontext():
+            stub_run(tmp_path, [], config=config, losses=dict.fromkeys(bad, float("nan")))
 
 
 class TestTrain:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from aamoe_jax.config import DataConfig
 from aamoe_jax.data import ByteTokenizer
 from aamoe_jax.model import merge, structure
+from aamoe_jax.training.nonfinite import updates_made
 from aamoe_jax.training.optimizer import build_optimizer, gradient_norm
 from aamoe_jax.training.state import initial_state, place
 from aamoe_jax.training.step import (
@@ -24,7 +25,7 @@ from aamoe_jax.training.step import (
     over_mesh,
 )
 from tests.evaluation.helpers import random_params
-from tests.training.helpers import SEQ_LEN, experiment, model_config, random_batch
+from tests.training.helpers import SEQ_LEN, assert_same_bits, experiment, model_config, random_batch
 
 DATA = DataConfig(seq_len=SEQ_LEN, document_align=8)
 BYTES = ByteTokenizer().byte_lengths
@@ -37,9 +38,9 @@ def model_of(pattern: str, normalizer: str = "prefix"):
 
 
 @functools.cache
-def dense_run():
+def dense_run(nonfinite: str = "stop"):
     """(placement, jitted step with donation, a copy of the first state whenever called)."""
-    config = experiment(DATA)
+    config = experiment(DATA, nonfinite=nonfinite)
     placement, optimizer = place(config), build_optimizer(config.optimizer, config.training.steps)
     _, graphdef, _ = model_of("parallel")
     first = initial_state(config.model, optimizer, 0, placement)
@@ -131,3 +132,26 @@ class TestTrainStep:
             else:
                 np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
         assert any(moved)
+
+
+class TestNotFinite:
+    def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(self):
+        placement, step, state = dense_run("skip")
+        first = state()
+        broken = first._replace(params={**first.params, "embedding": first.params["embedding"].at[5].set(jnp.nan)})
+        before = jax.device_get((broken.params, broken.optimizer))
+        batch = random_batch()
+        batch["tokens"][0, 0] = 5
+        after, metrics = step(broken, placement.put(batch))
+        assert not jnp.isfinite(metrics["nll"])
+        assert int(after.step) == 1
+        assert_same_bits((after.params, after.optimizer), before)
+        assert updates_made(after.optimizer) == 0
+
+    def test_one_that_is_finite_is_the_step_of_a_run_that_stops(self):
+        (placement, step, state), (_, plain, _) = dense_run("skip"), dense_run()
+        batch = placement.put(random_batch())
+        skipping, stopping = step(state(), batch), plain(state(), batch)
+        assert_same_bits(skipping[0].params, stopping[0].params)
+        assert updates_made(skipping[0].optimizer) == 1
+        assert skipping[1]["learning_rate"] == stopping[1]["learning_rate"] > 0
