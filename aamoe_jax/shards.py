@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 FSDP, RESOURCE, TENSOR = ("fsdp",), ("resource",), ("tensor",)
 TOKENS = ("resource", "tensor")
+ROWS = ("data", "fsdp")
 ALL = ("data", "fsdp", "resource", "tensor")
 
 
@@ -101,6 +102,11 @@ WHOLE = Shards()
 def sum_over_all(x: Array) -> Array:
     """The sum over all devices of the mesh of what each has counted of its own."""
     return jax.lax.psum(_varying(x), ALL)
+
+
+def sum_over_rows(x: Array) -> Array:
+    """The sum over the devices that have other rows."""
+    return jax.lax.psum(_varying(x), ROWS)
 
 
 def max_over_all(x: Array) -> Array:

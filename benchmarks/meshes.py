@@ -10,11 +10,13 @@ CPU, the collectives those that its compiler wrote; nothing here is a time.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import itertools
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +24,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import flags
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
@@ -35,7 +36,6 @@ from aamoe_jax.training.loop import BATCH_FIELDS
 from aamoe_jax.training.state import place
 from aamoe_jax.training.step import gradients_and_metrics, over_mesh
 from experiments.binding import load_experiment
-from launch.program import define_experiment_flags, refuse_arguments, run
 
 SMALL = (
     "ModelConfig.vocab_size = 64",
@@ -185,30 +185,35 @@ def parse_meshes(text: str, devices: int) -> list[tuple[int, ...]]:
     return meshes
 
 
-def main(argv: list[str]) -> int:
-    refuse_arguments(argv)
-    values = flags.FLAGS
-    jax.config.update("jax_num_cpu_devices", values.devices)
-    meshes = parse_meshes(values.meshes, values.devices)
-    config = load_experiment(values.gin_file, [*SMALL, *values.gin_param])
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=8, help="devices that the CPU is to stand for")
+    parser.add_argument(
+        "--meshes", default="all", help="such as 1x2x2x2,8x1x1x1; all: every one that makes the devices"
+    )
+    parser.add_argument("--gin_param", action="append", default=[], help="a binding that changes the model; repeat it")
+    parser.add_argument("--output", type=Path, help="a .json file for the rows; a table goes beside it as .md")
+    given = parser.parse_args()
+    try:
+        meshes = parse_meshes(given.meshes, given.devices)
+        config = load_experiment((), [*SMALL, *given.gin_param])
+    except ConfigError as error:
+        parser.error(str(error))
+    jax.config.update("jax_num_cpu_devices", given.devices)
     one = gradients_on(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
     rows = []
     for mesh in meshes:
         rows.append(measure(config, mesh, one))
         print(table(rows[-1:]).splitlines()[-1], file=sys.stderr)
-    command = "python -m benchmarks.meshes " + " ".join(sys.argv[1:])
-    result = {"command": command, "jax": jax.__version__, "rows": [dataclasses.asdict(row) for row in rows]}
     print(table(rows))
-    if values.output:
-        path = Path(values.output)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        path.with_suffix(".md").write_text(f"{__doc__.splitlines()[0]}\n\n{table(rows)}\n\n```\n{command}\n```\n")
+    if given.output:
+        command = shlex.join(["python", "-m", "benchmarks.meshes", *sys.argv[1:]])
+        result = {"command": command, "jax": jax.__version__, "rows": [dataclasses.asdict(row) for row in rows]}
+        given.output.write_text(json.dumps(result, indent=1) + "\n")
+        text = f"{__doc__}\n{table(rows)}\n\n```\n{command}\n```\n"
+        given.output.with_suffix(".md").write_text(text)
     return 0
 
 
 if __name__ == "__main__":
-    define_experiment_flags()
-    flags.DEFINE_integer("devices", 8, "Devices that the CPU is to stand for.", lower_bound=1)
-    flags.DEFINE_string("meshes", "all", "Meshes such as 1x2x2x2,8x1x1x1; all: every one that makes the devices.")
-    flags.DEFINE_string("output", None, "A .json file for the rows; a table goes beside it as .md.")
-    run(main)
+    sys.exit(main())

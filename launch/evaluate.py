@@ -10,6 +10,7 @@ folder; of a sweep also a picture. Beside every figure stands what a probe of ca
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import jax
 from absl import flags
 
 from aamoe_jax.analysis import sweep_pictures
-from aamoe_jax.config import ConfigError, DataConfig, ModelConfig, to_dict
+from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, MeshConfig, ModelConfig, to_dict
 from aamoe_jax.data import dataset_metadata, documents_of, load_tokenizer
 from aamoe_jax.evaluation import baselines, report
 from aamoe_jax.evaluation.perplexity import (
@@ -35,7 +36,9 @@ from aamoe_jax.evaluation.perplexity import (
 from aamoe_jax.evaluation.sweeps import BUDGET_SCALES, LENGTH_FACTORS, budget_sweep, held_out, length_sweep
 from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.model import structure
+from aamoe_jax.sharding import AXES
 from aamoe_jax.training.checkpoints import Checkpoint, library_versions, load_checkpoint
+from aamoe_jax.training.state import Placement, place
 from launch import program
 
 FLAGS = flags.FLAGS
@@ -73,6 +76,12 @@ def define_flags() -> None:
         "max_batches", None, "Only the text of the first so many batches: a quick look.", lower_bound=1
     )
     flags.DEFINE_integer("batch_size", 8, "Rows per forward pass.", lower_bound=1)
+    flags.DEFINE_string(
+        "mesh",
+        None,
+        "Sizes of the axes data x fsdp x resource x tensor, such as 1x4x2x1: the devices that the model is divided "
+        "over. One device if not given.",
+    )
     flags.DEFINE_string("data_dir", None, "Where prepared datasets lie; the run's folder if not given.")
     flags.DEFINE_string("output", None, "JSON file to write; inside the run folder if not given.")
 
@@ -133,6 +142,22 @@ def sweep_points() -> tuple[float, ...]:
         raise ConfigError(f"--sweep_points={','.join(FLAGS.sweep_points)}: {wanted}") from error
 
 
+def placement_of(config: ExperimentConfig) -> Placement:
+    """The mesh of --mesh.
+
+    Raises:
+      ConfigError: it is none, there are not so many devices, or the model cannot be divided over it.
+    """
+    sizes = FLAGS.mesh.split("x")
+    if len(sizes) != len(AXES) or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise ConfigError(f"--mesh={FLAGS.mesh}: wanted four sizes, {' x '.join(AXES)}, such as 1x4x2x1")
+    if FLAGS.sweep != "none":
+        raise ConfigError(f"--mesh={FLAGS.mesh}: --sweep={FLAGS.sweep} runs on one device")
+    mesh = MeshConfig(*map(int, sizes), pair_bound=config.mesh.pair_bound)
+    rows = dataclasses.replace(config.training, batch_size=FLAGS.batch_size, accumulate=1)
+    return place(dataclasses.replace(config, mesh=mesh, training=rows))
+
+
 # What is measured.
 
 
@@ -147,9 +172,10 @@ def evaluate_dataset(checkpoint: Checkpoint, data: DataConfig, name: str) -> Rec
     batches = _held_out(data, name, data.seq_len)
     byte_lengths = load_tokenizer(data.tokenizer).byte_lengths
     trained_on_row = "predictor" in budget_modes(model)
-    found = {}
+    found, placement = {}, placement_of(checkpoint.config) if FLAGS.mesh else None
+    scale = max(1.0, FLAGS.budget_scale)
     for budget in dict.fromkeys((*shown, "row") if trained_on_row else shown):
-        evaluator = Evaluator(structure(model), model, budget=budget, max_budget_scale=max(1.0, FLAGS.budget_scale))
+        evaluator = Evaluator(structure(model), model, budget=budget, max_budget_scale=scale, placement=placement)
         found[budget] = evaluator.probed(checkpoint.params, batches, byte_lengths, budget_scale=FLAGS.budget_scale)
     record = _dataset_record(data, name) | {"budgets": {budget: found[budget].to_dict() for budget in shown}}
     if "row" in found:
@@ -253,7 +279,7 @@ def main(argv: list[str]) -> None:
     if FLAGS.sweep_points and FLAGS.sweep == "none":
         given = ",".join(FLAGS.sweep_points)
         raise ConfigError(f"--sweep_points={given}: give --sweep=budget or --sweep=length with it")
-    checkpoint = load_checkpoint(FLAGS.checkpoint, which=FLAGS.which)
+    checkpoint = load_checkpoint(FLAGS.checkpoint, FLAGS.which, placement_of if FLAGS.mesh else None)
     model, data = checkpoint.config.model, program.data_config(checkpoint.config, FLAGS.data_dir)
     measure = evaluate_dataset if FLAGS.sweep == "none" else sweep_dataset
     results = [measure(checkpoint, data, name) for name in FLAGS.datasets or [name for name, _ in data.mixture]]

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.aamoe.allocation import Allocation
 from aamoe_jax.mixers.base import Statistics
+from aamoe_jax.shards import max_over_all, sum_over_all
 
 MAXIMA = ("max_budget",)
 """What is a largest value, and not a sum."""
@@ -93,6 +94,11 @@ def prediction(
 def combine(left: Statistics, right: Statistics) -> Statistics:
     """Statistics of two micro-batches together."""
     return {name: jnp.maximum(left[name], right[name]) if name in MAXIMA else left[name] + right[name] for name in left}
+
+
+def over_all_devices(statistics: Statistics) -> Statistics:
+    """Statistics of the tokens of all devices, inside `jax.shard_map`."""
+    return {name: max_over_all(value) if name in MAXIMA else sum_over_all(value) for name, value in statistics.items()}
 
 
 def summarize(statistics: Statistics) -> dict[str, Any]:

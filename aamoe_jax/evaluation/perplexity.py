@@ -15,14 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax import cost
-from aamoe_jax.aamoe.statistics import combine, summarize
+from aamoe_jax.aamoe.statistics import combine, over_all_devices, summarize
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.evaluation.causality import Causality, default_cuts, probe
 from aamoe_jax.mixers.base import BudgetMode, Statistics
 from aamoe_jax.model import merge
+from aamoe_jax.sharding import RULES
+from aamoe_jax.shards import TOKENS, WHOLE, Shards, sum_over_rows
+from aamoe_jax.training.state import Placement
 
 MAX_BUDGET_SCALE = 1e4
 """Past any use; far larger ones would not fit into an integer."""
@@ -138,13 +142,31 @@ class Evaluator:
     """A model under one kind of budget: compiled once for every shape of batch, whatever the dial says."""
 
     def __init__(
-        self, graphdef: nnx.GraphDef, config: ModelConfig, *, budget: BudgetMode, max_budget_scale: float = 1.0
+        self,
+        graphdef: nnx.GraphDef,
+        config: ModelConfig,
+        *,
+        budget: BudgetMode,
+        max_budget_scale: float = 1.0,
+        placement: Placement | None = None,
     ):
-        """`max_budget_scale`: the largest dial that work is laid out for."""
-        self._config, self._budget, self._max_scale = config, budget, max_budget_scale
-        forward = functools.partial(_forward, graphdef, budget=budget, max_budget_scale=max_budget_scale)
-        self._losses = jax.jit(functools.partial(_losses, forward))
-        self._logits = jax.jit(lambda *inputs: forward(*inputs)[0])
+        """Prepares for some kind of budget.
+
+        Args:
+          max_budget_scale: the largest dial that work is laid out for.
+          placement: the mesh that the parameters lie on; None: one device.
+        """
+        self._config, self._budget, self._max_scale, self._placement = config, budget, max_budget_scale, placement
+        shards = WHOLE if placement is None else placement.shards
+        forward = functools.partial(_forward, graphdef, budget=budget, max_budget_scale=max_budget_scale, shards=shards)
+        losses, logits = functools.partial(_losses, forward, shards), lambda *inputs: forward(*inputs)[0]
+        if placement is not None:
+            over_mesh = functools.partial(
+                jax.shard_map, mesh=placement.mesh, in_specs=(placement.params, placement.batch.spec, PartitionSpec())
+            )
+            losses = over_mesh(_summed(losses), out_specs=(RULES.spec("tokens"), PartitionSpec()))
+            logits = over_mesh(logits, out_specs=RULES.spec("rows", "tokens", None))
+        self._losses, self._logits = jax.jit(losses), jax.jit(logits)
 
     def __call__(
         self,
@@ -164,7 +186,7 @@ class Evaluator:
         statistics: Statistics = {}
         for index in range(len(batches)):
             batch = batches[index]
-            batch_nll, more = self._losses(params, batch, scale)
+            batch_nll, more = self._losses(params, self._put(batch), scale)
             nll = nll + np.asarray(batch_nll, np.float64)
             # In float64 on the host: counts of a long evaluation leave the integers of float32.
             more = jax.tree.map(lambda x: np.asarray(x, np.float64), more)
@@ -200,13 +222,19 @@ class Evaluator:
 
     def probe(self, params: dict[str, Any], batch: Batch, *, budget_scale: float = 1.0, rows: int = 2) -> Causality:
         """Probes the model on the first rows of a batch, at a few cuts."""
+        if self._placement is not None:
+            size = self._placement.mesh.shape
+            rows = size["data"] * size["fsdp"]  # as few as every device has one of
         scale, part = self._traced(budget_scale), {name: value[:rows] for name, value in batch.items()}
         return probe(
-            lambda tokens: self._logits(params, part | {"tokens": tokens}, scale),
+            lambda tokens: self._logits(params, self._put(part | {"tokens": tokens}), scale),
             part["tokens"],
             default_cuts(part["tokens"].shape[1], self._config.aamoe.chunk_size),
             vocab_size=self._config.vocab_size,
         )
+
+    def _put(self, batch: Batch) -> Batch | dict[str, Array]:
+        return batch if self._placement is None else self._placement.put(batch)
 
     def _traced(self, budget_scale: float) -> Float[np.ndarray, ""]:
         """The dial as an array: a Python number would be compiled into the program."""
@@ -242,7 +270,8 @@ def _forward(
     *,
     budget: BudgetMode,
     max_budget_scale: float,
-) -> tuple[Float[Array, "b L V"], Statistics]:
+    shards: Shards,
+) -> tuple[Float[Array, "b n V"], Statistics]:
     return merge(graphdef, params)(
         batch["tokens"],
         batch["segment_ids"],
@@ -250,19 +279,32 @@ def _forward(
         budget=budget,
         budget_scale=scale,
         max_budget_scale=max_budget_scale,
+        shards=shards,
     )
 
 
+def _summed(losses: Callable[..., tuple[Array, Statistics]]) -> Callable[..., tuple[Array, Statistics]]:
+    """What the losses of all devices are together."""
+
+    def summed(*inputs: Any) -> tuple[Float[Array, "n"], Statistics]:
+        nll, statistics = losses(*inputs)
+        return sum_over_rows(nll), over_all_devices(statistics)
+
+    return summed
+
+
 def _losses(
-    forward: Callable[..., tuple[Float[Array, "b L V"], Statistics]],
+    forward: Callable[..., tuple[Float[Array, "b n V"], Statistics]],
+    shards: Shards,
     params: dict[str, Any],
     batch: dict[str, Int[Array, "b L"]],
     scale: Float[Array, ""],
-) -> tuple[Float[Array, "L"], Statistics]:
-    """Sum of -log p over the rows, for every position."""
+) -> tuple[Float[Array, "n"], Statistics]:
+    """Sum of -log p over the rows here, for every position here."""
     logits, statistics = forward(params, batch, scale)
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    return jnp.sum(nll * batch["loss_mask"], axis=0), statistics
+    targets, counts = (shards.part(batch[name], TOKENS) for name in ("targets", "loss_mask"))
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return jnp.sum(nll * counts, axis=0), statistics
 
 
 # What row budgets read, and how well they are guessed.

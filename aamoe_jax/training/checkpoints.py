@@ -39,7 +39,7 @@ from jaxtyping import Array, Shaped, UInt32
 from aamoe_jax.config import ConfigError, ExperimentConfig, from_dict, to_dict
 from aamoe_jax.data import DataState
 from aamoe_jax.training import distributed
-from aamoe_jax.training.state import TrainState
+from aamoe_jax.training.state import Placement, TrainState, abstract_params
 
 FORMAT = 1
 FOLDER = "checkpoints"
@@ -73,11 +73,14 @@ class Checkpoint(NamedTuple):
     """All of `meta`: `datasets`, `versions`, `validation_loss`, ..."""
 
 
-def load_checkpoint(path: str | Path, which: Which = "latest") -> Checkpoint:
+def load_checkpoint(
+    path: str | Path, which: Which = "latest", place_on: Callable[[ExperimentConfig], Placement] | None = None
+) -> Checkpoint:
     """A checkpoint by its path alone: that of a run folder, of its checkpoints, or of a single one.
 
     Args:
       which: of several checkpoints the newest, or the one with the lowest validation loss.
+      place_on: from the config of the checkpoint to where its parameters shall lie; None: on one device.
 
     Raises:
       CheckpointError: there is none, or it was written by a newer version.
@@ -86,7 +89,8 @@ def load_checkpoint(path: str | Path, which: Which = "latest") -> Checkpoint:
     directory = find_checkpoint(Path(path), which)
     meta = read_meta(directory)
     config = from_dict(ExperimentConfig, meta["config"])
-    params = _restore(directory, "params")
+    like = None if place_on is None else abstract_params(config.model, place_on(config))
+    params = _restore(directory, "params", like)
     _check_fingerprints(directory, {"params": params}, meta)
     return Checkpoint(config, params, meta["step"], meta)
 

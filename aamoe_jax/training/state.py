@@ -118,6 +118,16 @@ def abstract_state(
     return structure(config), like
 
 
+def abstract_params(config: ModelConfig, placement: Placement) -> dict[str, Any]:
+    """The parameters as shapes with shardings: nothing is computed."""
+    shapes = jax.eval_shape(lambda: split(LanguageModel(config, rngs=nnx.Rngs(0)))[1])
+
+    def place(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(placement.mesh, spec))
+
+    return jax.tree.map(place, shapes, placement.params)
+
+
 def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, placement: Placement) -> TrainState:
     """Where every array of the state lies: the optimizer's beside the parameters that they are of."""
     shapes = jax.eval_shape(lambda: build_state(config, optimizer, 0))

@@ -19,11 +19,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from aamoe_jax.aamoe.statistics import MAXIMA, combine
+from aamoe_jax.aamoe.statistics import combine, over_all_devices
 from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.model import merge
-from aamoe_jax.shards import TOKENS, Shards, max_over_all, sum_over_all
+from aamoe_jax.shards import TOKENS, Shards, sum_over_all
 from aamoe_jax.training.nonfinite import keep_finite, updates_made
 from aamoe_jax.training.optimizer import gradient_norm, learning_rate
 from aamoe_jax.training.state import Placement, TrainState
@@ -91,7 +91,7 @@ def make_eval_step(
             "nll": sum_over_all(nll),
             "count": sum_over_all(shards.part(batch["loss_mask"], TOKENS).sum()),
             "bytes": target_bytes(batch, byte_lengths, shards),
-            "statistics": sum_statistics(statistics),
+            "statistics": over_all_devices(statistics),
         }
 
     return over_mesh(eval_step, placement, PartitionSpec())
@@ -122,7 +122,7 @@ def gradients_and_metrics(
 
     def objective(params: dict[str, Any], rows: Batch) -> tuple[Float[Array, ""], Metrics]:
         nll, statistics = negative_log_likelihood(graphdef, params, rows, shards)
-        nll, statistics = sum_over_all(nll), sum_statistics(statistics)
+        nll, statistics = sum_over_all(nll), over_all_devices(statistics)
         loss = nll / jnp.maximum(count, 1)
         if "predictor_loss" in statistics:
             layers = statistics["predictor_loss"].shape[0]
@@ -148,11 +148,6 @@ def negative_log_likelihood(
     targets, counts = (shards.part(batch[name], TOKENS) for name in ("targets", "loss_mask"))
     nll = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
     return jnp.sum(nll * counts), statistics
-
-
-def sum_statistics(statistics: dict[str, Array]) -> dict[str, Array]:
-    """Statistics of the tokens of all devices."""
-    return {name: max_over_all(value) if name in MAXIMA else sum_over_all(value) for name, value in statistics.items()}
 
 
 def target_bytes(batch: Batch, byte_lengths: Int[np.ndarray, "V"], shards: Shards) -> Int[Array, ""]:

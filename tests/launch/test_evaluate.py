@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ CALLS = {
     "all": ("row", "--budget=all", "--max_batches=1"),
     "row": ("prefix", "--budget=row", "--max_batches=1"),
     "all_of_prefix": ("prefix", "--budget=all", "--max_batches=1", "--budget_scale=0.5"),
+    "one_device": ("row", "--budget=predictor", "--max_batches=1"),
+    "mesh": ("row", "--mesh=1x1x2x2", "--max_batches=1"),
     "half": ("half", "--max_batches=1"),
     "dense": ("dense",),
     "budget_sweep": ("prefix", "--sweep=budget", "--sweep_points=0.5,1,2", "--max_batches=1"),
@@ -52,6 +55,12 @@ REFUSED = {
     ("prefix", "--sweep=length", "--sweep_points=1,-2"): (
         "--sweep_points=1,-2: must be positive numbers, such as 0.5,1,2"
     ),
+    ("prefix", "--mesh=2x2"): "--mesh=2x2: wanted four sizes, data x fsdp x resource x tensor, such as 1x4x2x1",
+    ("prefix", "--mesh=1x1x2x1"): (
+        "MeshConfig: data 1 x fsdp 1 x resource 2 x tensor 1 = 2 does not make 4 devices: change an axis, or let one "
+        "take the rest, such as MeshConfig.fsdp = -1"
+    ),
+    ("prefix", "--mesh=1x1x2x2", "--sweep=budget"): "--mesh=1x1x2x2: --sweep=budget runs on one device",
     ("prefix", "--sweep_points=1,2"): "--sweep_points=1,2: give --sweep=budget or --sweep=length with it",
 }
 
@@ -84,7 +93,8 @@ def outcomes(tmp_path_factory) -> dict[Any, Outcome]:
     calls = CALLS | {arguments: arguments for arguments in REFUSED}
     arguments = [[f"--checkpoint={folder / run}", *rest] for run, *rest in calls.values()]
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    ended = session.calls("evaluate", arguments, **cache)
+    several = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+    ended = session.calls("evaluate", arguments, XLA_FLAGS=several, **cache)
     return {
         name: Outcome(*outcome, folder / run) for (name, (run, *_)), outcome in zip(calls.items(), ended, strict=True)
     }
@@ -144,6 +154,14 @@ def test_the_dial_scales_what_is_spent(outcomes):
     assert (outcomes["all_of_prefix"].run / "evaluation-test-all-scale0.5-first1-step8.json").is_file()
     assert half["budget_scale"] == 0.5
     assert half["spent"] < 0.7 * whole["spent"]
+
+
+def test_over_a_mesh_the_figures_are_those_of_one_device(outcomes):
+    one, mesh = (outcomes[name].record()["results"][0]["budgets"]["predictor"] for name in ("one_device", "mesh"))
+    for name in ("bits_per_byte", "perplexity", "spent", "flops_per_token"):
+        assert mesh[name] == pytest.approx(one[name], rel=1e-5), name
+    assert mesh["nll_by_position"] == pytest.approx(one["nll_by_position"], abs=2e-5)
+    assert mesh["causality"]["largest"] == 0
 
 
 def test_a_model_without_budgets_has_none_in_its_table(outcomes):
