@@ -54,8 +54,8 @@ class Candidate:
 
     @property
     def params(self) -> list[str]:
-        """For `--gin_param`."""
-        sizes = zip(("data", "fsdp", "resource", "tensor"), self.mesh, strict=True)
+        """For `--gin_param`. `data` is what the slice leaves over, so that the config runs on a larger one too."""
+        sizes = zip(("data", "fsdp", "resource", "tensor"), (-1, *self.mesh[1:]), strict=True)
         mesh = [f"MeshConfig.{axis} = {size}" for axis, size in sizes]
         return [*mesh, f"ModelConfig.remat = {self.remat!r}", f"TrainingConfig.batch_size = {self.rows}"]
 
