@@ -91,10 +91,8 @@ def main() -> None:
         summary = compile_apart(load_experiment([gin_file], candidate.params), space.topology, "train", "placed")
         found.append((candidate, summary))
         output.with_suffix(".md").write_text(report(gin_file, found), encoding="utf-8")
-        entries = [
-            {"candidate": dataclasses.asdict(one), "summary": json.loads(other.to_json())} for one, other in found
-        ]
-        output.with_suffix(".json").write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+        entries = [dataclasses.asdict(one) | {"summary": json.loads(other.to_json())} for one, other in found]
+        output.with_suffix(".json").write_text(json.dumps(entries) + "\n", encoding="utf-8")
         print(" | ".join([candidate.remat, str(candidate.rows), *overview_row(summary)]), flush=True)
 
 
