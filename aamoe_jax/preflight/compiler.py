@@ -79,8 +79,13 @@ def trace(config: ExperimentConfig, mode: Mode, devices: list[Any]) -> tuple[jax
         budget = CAUSAL[config.model.aamoe.budget.normalizer]
         lowered = jax.jit(make_eval_step(graphdef, budget, byte_lengths, placement)).lower(like.params, batch)
     mesh = placement.mesh
-    places = [[*device.coords, device.core_on_chip] for device in mesh.devices.flat]
+    places = [place_of(device) for device in mesh.devices.flat]
     return lowered, Traced(dict(mesh.shape), places, parameter_count(like.params), rows * config.data.seq_len)
+
+
+def place_of(device: jax.Device) -> list[int]:
+    """(x, y, z, core) of a device in its slice."""
+    return [*device.coords, device.core_on_chip]
 
 
 def compile_step(lowered: jax.stages.Lowered, notes: Path, save: Path | None) -> Outcome:
