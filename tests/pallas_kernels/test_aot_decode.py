@@ -27,21 +27,20 @@ def test_every_chip_waits_for_memory_and_copies_no_cache(chip, tmp_path):
     "shape",
     [
         {"heads": 16},
-        {"heads": 16, "d": 64},
-        {"heads": 4, "d": 256},
         {"heads": 3, "d": 64, "m": 64},
-        {"heads": 2, "d": 16, "m": 8},
-        {"m": 512, "rows": 1},
+        {"heads": 4, "d": 256, "m": 512, "rows": 1},
         {"dtype": "float32", "slots": 5},
         {"expert_dtype": "bfloat16", "slots": 1},
     ],
     ids=str,
 )
-def test_other_shapes_compile(shape):
-    aot.compile_apart("v5e", CASE, shape)
+def test_other_shapes_compile(shape, tmp_path):
+    compiled = aot.compile_apart("v5e", CASE, shape, dump_to=tmp_path)
+    assert compiled.temporary_bytes < 2**20  # the cache is not copied
+    assert schedule.read(tmp_path, "paged_attention").cycles_a_step > 0
 
 
-@pytest.mark.parametrize(("chip", "copies"), [("v5e", 1), ("v6e", 1), ("v5p", 2), ("tpu7x", 2)])
+@pytest.mark.parametrize(("chip", "copies"), [("v5e", 1), ("tpu7x", 2)])
 def test_norming_experts_takes_about_as_long_as_their_copy(chip, copies, tmp_path):
     """Modelled, experts in float32, 1 MiB each; all bundles of the kernel are more than a step of any kind. Where one
     core has much memory bandwidth, the reciprocal roots of the norm take longer than the copy."""

@@ -1,4 +1,8 @@
-"""The kernels' schedules against the golden file, where libtpu is installed: `make test-aot`."""
+"""The kernels' schedules against the golden file, where libtpu is installed: `make test-aot`.
+
+Here they are also shown to compile: for every chip at the headline shape, and at other shapes for one chip or another.
+The rest is `python -m benchmarks.tpu_schedule --shapes=...`.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -7,26 +11,35 @@ import json
 import pytest
 
 from benchmarks import tpu_schedule
+from pallas_kernels import chips
 
 GOLDEN = json.loads(tpu_schedule.GOLDEN.read_text())
+ELSEWHERE = [
+    ("v5e", "resident", "narrow"),
+    ("v5p", "resident", "wide"),
+    ("v6e", "resident", "small"),
+    ("tpu7x", "resident", "longest"),
+    ("v6e", "gathered", "double"),
+    ("v6e", "dense", "double"),
+]
+PATHS = [name for name in dict.fromkeys(kernel.name for kernel in tpu_schedule.KERNELS) if name != "splash"]
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: make test-aot"
+)
 
 
-def reason() -> str | None:
-    """Why the golden file says nothing here."""
-    if importlib.util.find_spec("libtpu") is None:
-        return "libtpu is not installed: make test-aot"
+@pytest.mark.parametrize(
+    ("chip", "path", "shape"),
+    [*((chip, path, "headline") for chip in chips.TPUS for path in PATHS), *ELSEWHERE],
+)
+def test_no_kernel_takes_more_bundles_than_it_did(chip, path, shape):
+    """They compile, whatever the compiler's version; their bundles are compared with the same version's."""
+    kernels = [kernel for kernel in tpu_schedule.KERNELS if kernel.name == path]
+    rows, refused = tpu_schedule.measured(chip, kernels, tpu_schedule.SHAPES[shape])
+    assert refused == []
+    assert [row["direction"] for row in rows] == [kernel.direction for kernel in kernels]
     version = importlib.metadata.version("libtpu")
     if version != GOLDEN["libtpu"]:
-        return f"the golden file is libtpu {GOLDEN['libtpu']}'s, this is {version}: {tpu_schedule.GOLDEN_COMMAND}"
-    return None
-
-
-@pytest.mark.skipif(reason() is not None, reason=str(reason()))
-@pytest.mark.parametrize("chip", ["v5e", "tpu7x"])
-def test_no_kernel_takes_more_bundles_than_it_did(chip):
-    """The headline shape of the kernels that training runs, on the oldest and the newest chip."""
-    kernels = [kernel for kernel in tpu_schedule.KERNELS if kernel.name == "resident"]
-    rows, refused = tpu_schedule.measured(chip, kernels, tpu_schedule.HEADLINE)
-    assert refused == []
-    assert len(rows) == 2
+        pytest.skip(f"the golden file is libtpu {GOLDEN['libtpu']}'s, this is {version}: {tpu_schedule.GOLDEN_COMMAND}")
     assert tpu_schedule.regressions(rows, GOLDEN["bundles_a_pair"]) == []
