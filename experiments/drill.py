@@ -1,6 +1,6 @@
 """A drill with real processes: a run is stopped, goes on as other processes on other meshes, and is compared.
 
-    python -m experiments.drill --output=experiments/results/drill
+    python -m experiments.drill --steps=24 --output=experiments/results/drill
 
 Runs `launch.train` on this machine, several processes as one run, CPU devices as accelerators: once unbroken, then
 once per layout in which a run goes on that SIGTERM stopped: a random process, at a random step. Writes OUTPUT.md.
@@ -32,7 +32,7 @@ from aamoe_jax.training.metrics import read_metrics
 from experiments.binding import load_experiment
 
 FLAGS = flags.FLAGS
-PATIENCE_SECONDS = 300
+PATIENCE_SECONDS = 1200
 
 
 class Layout(NamedTuple):
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
 
 UNBROKEN = Layout(2, 2)
-RESTARTS = (Layout(4, 1), Layout(2, 2), Layout(4, 2), Layout(1, 1))
+RESTARTS = (Layout(4, 1), Layout(4, 2), Layout(1, 1))
 
 
 class Job:
@@ -267,7 +267,8 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="drill.") as folder:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(folder) / "cache"))  # a layout is compiled once
         results = drill(Path(folder), arguments, config, random.Random(FLAGS.seed))
-    command = shlex.join(["python", "-m", "experiments.drill", *sys.argv[1:]])
+    quickly = [f"XLA_FLAGS={os.environ['XLA_FLAGS']}"] if "XLA_FLAGS" in os.environ else []
+    command = shlex.join([*quickly, "python", "-m", "experiments.drill", *sys.argv[1:]])
     path = Path(f"{FLAGS.output}.md")
     path.write_text(report(command, config, results), encoding="utf-8")
     print(path)

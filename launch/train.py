@@ -22,10 +22,11 @@ all saved: the same command goes on.
 
 from __future__ import annotations
 
+import signal
 import sys
+import traceback
 from pathlib import Path
 
-import jax
 from absl import flags
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
@@ -70,10 +71,12 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(f"error: {distributed.this_process()}{error}", file=sys.stderr)
         code = EXIT_REFUSED
-    except jax.errors.JaxRuntimeError as error:
+    except (Exception, KeyboardInterrupt) as error:
         if distributed.is_loss(error):
             distributed.end_lost(error)
-        raise
+        traceback.print_exc()  # Python's own way out would wait for the others
+        code = EXIT_SIGNAL + signal.SIGINT if isinstance(error, KeyboardInterrupt) else EXIT_REFUSED
+        distributed.leave(code)
     if 0 < code < EXIT_SIGNAL:
         distributed.leave(code)
     return code

@@ -68,7 +68,6 @@ def initialize(text: str) -> None:
     patience = {
         "initialization_timeout": START_SECONDS,
         "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
-        "shutdown_timeout_seconds": HEARTBEAT_SECONDS,
     }
     if text == AUTO:
         _say_on_abort(f"the processes of the run did not meet within {START_SECONDS} s: are all of them started?")
@@ -87,7 +86,7 @@ def initialize(text: str) -> None:
             f"{START_SECONDS} s: are all of them started, each with its own INDEX, and can they reach that port?"
         )
         jax.distributed.initialize(*cluster, **patience)
-    _say_on_abort(f"{this_process()}{_LOST}; {_GO_ON}")
+    _say_on_abort(f"{this_process()}JAX gave up, as it does when {_LOST}: what it knows is above; {_GO_ON}")
 
 
 _LOST = "another process of the run is lost, or cannot be reached"
@@ -140,13 +139,13 @@ def announced(name: str) -> str | None:
     return dict(said).get(f"{name}/announced")
 
 
-def is_loss(error: Exception) -> bool:
+def is_loss(error: BaseException) -> bool:
     """Whether an error of a computation means that another process is gone."""
     signs = ("Gloo", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CoordinationService", "coordination service")
     return jax.process_count() > 1 and any(sign in str(error) for sign in signs)
 
 
-def end_lost(error: Exception) -> NoReturn:
+def end_lost(error: BaseException) -> NoReturn:
     """Ends this process, to which an error told that another one is gone."""
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
     end(f"{_LOST} ({first_line})")
