@@ -65,6 +65,8 @@ def _figures(record: Record) -> str:
     spent: dict[str, Any] = record.get("layers", {})
     if spent:
         parts.append(f"{np.mean(spent['spent']):.2f} resources/token")
+        if dropped := max(spent["overflow"]):
+            parts.append(f"{dropped:.2%} of a layer's pairs dropped at MeshConfig.pair_bound")
     if "mfu" in record:
         parts.append(f"MFU {record['mfu']:.1%}")
     return "  ".join(parts)
