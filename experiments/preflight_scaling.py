@@ -2,8 +2,9 @@
 
     .venv-aot/bin/python -m experiments.preflight_scaling --output=experiments/results/preflight_scaling
 
-One row of aamoe_1b.gin for every chip of v5p. Parameters are divided over `fsdp`, up to 256 chips; further chips
+One row of aamoe_1b.gin for every chip of v5p. Parameters are divided over `fsdp`, up to 64 chips; further chips
 repeat them along `data`. FLOPs, bytes and collectives are the compiler's, times are modelled, nothing was measured.
+The largest slice is one that the compiler knows, and larger than the 6,144 chips that Google gives to one job.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from aamoe_jax.preflight.summary import Summary
 from experiments.binding import load_experiment
 
 GIN_FILE = "aamoe_1b.gin"
-FSDP = {"v5p:2x2x2": 8, "v5p:4x4x4": 64, "v5p:8x8x8": 64, "v5p:16x16x16": 256, "v5p:16x16x32": 256}
+FSDP = {"v5p:2x2x2": 8, "v5p:4x4x4": 64, "v5p:8x8x8": 64, "v5p:16x16x16": 16, "v5p:16x16x32": 32}
 """Devices that parameters are divided over, by slice: a product of whole axes of its torus."""
 HEADS = ("chips", "data x fsdp", "memory GiB", "spent TFLOP", "GB moved", "GB sent", "fsdp", "data")
 HEADS += ("compute ms", "HBM ms", "ICI ms", "step ms", "MFU", "bound")
@@ -67,7 +68,8 @@ def bottleneck(found: Sequence[Summary]) -> str:
     return (
         f"At {last.chips:,.0f} chips the links take {1e3 * limits['ICI']:.1f} ms of a step whose next limit takes "
         f"{1e3 * other:.1f} ms. What they carry is parameters and their gradients, whatever the rows: with less than "
-        f"{tokens * limits['ICI'] / other:,.0f} tokens a chip in place of {tokens:,.0f} they would be the bottleneck."
+        f"{tokens * limits['ICI'] / other:,.0f} tokens a chip in place of {tokens:,.0f} they would be the bottleneck. "
+        f"Latency is not in the model: {sum(part.collective.count for part in last.network)} collectives a step."
     )
 
 
@@ -81,7 +83,7 @@ def main() -> None:
         command = f"`python -m experiments.preflight_scaling --output={output}`"
         output.with_suffix(".md").write_text(f"{command}\n\n{text}\n", encoding="utf-8")
         entries = [dataclasses.asdict(summary) for summary in found]
-        output.with_suffix(".json").write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+        output.with_suffix(".json").write_text(json.dumps(entries) + "\n", encoding="utf-8")
         print(" | ".join(cells(found[-1])), flush=True)
 
 

@@ -104,9 +104,13 @@ def _flops(summary: Summary) -> str:
         "compiler's": summary.compiler_flops,
     }
     counted = ", ".join(f"{kernel.name} x {kernel.times}" for kernel in summary.kernels) or "none"
-    return table([f"{name} TFLOP" for name in teras], [[f"{value / 1e12:.3f}" for value in teras.values()]]) + (
+    return table([f"{name} TFLOP" for name in teras], [[_tera(value) for value in teras.values()]]) + (
         f"\n\nKernels: {counted}. Compiled in {summary.compile_seconds:.0f} s."
     )
+
+
+def _tera(flops: float) -> str:
+    return f"{flops / 1e12:.3f}" if flops else "not asked"
 
 
 def readable(buffer: Buffer) -> str:
