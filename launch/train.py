@@ -108,7 +108,7 @@ def prepare_once(config: ExperimentConfig) -> None:
     """Prepares the data: process 0 first, so that the others find it where they share a folder."""
     if distributed.is_first():
         ensure_prepared(config.data)
-    distributed.gather(distributed.unique("prepared"), "")
+    distributed.wait_for_all("prepared")
     ensure_prepared(config.data)
 
 

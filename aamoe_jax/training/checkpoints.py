@@ -244,7 +244,7 @@ class CheckpointStore:
                 self._remove_unfinished()
         except OSError as error:
             raise SaveError(f"{self.folder} cannot be made: {error.strerror}") from error
-        distributed.gather(distributed.unique("folder"), "")
+        distributed.wait_for_all("folder")
         if not self.folder.is_dir():
             raise SaveError(f"{self.folder}, made by process 0, is not here: the run folder must be one that all see")
 

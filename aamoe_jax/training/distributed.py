@@ -6,6 +6,7 @@ JAX's coordination service, which process 0 hosts. In a run of one process all o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -32,6 +33,8 @@ AGREE_SECONDS = 1800
 LEAVE_SECONDS = 5
 """How long a process that failed waits for others that are failing in the same way."""
 
+_LOST = "another process of the run is lost, or cannot be reached"
+_GO_ON = "start all of them again: they go on from the newest checkpoint"
 _numbers = itertools.count()
 
 
@@ -65,10 +68,7 @@ def initialize(text: str) -> None:
     """
     # It takes SIGTERM away from Python. What it is for is in `interrupt.Agreement`.
     jax.config.update("jax_enable_preemption_service", False)
-    patience = {
-        "initialization_timeout": START_SECONDS,
-        "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
-    }
+    patience = {"initialization_timeout": START_SECONDS, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
     if text == AUTO:
         _say_on_abort(f"the processes of the run did not meet within {START_SECONDS} s: are all of them started?")
         try:
@@ -87,10 +87,6 @@ def initialize(text: str) -> None:
         )
         jax.distributed.initialize(*cluster, **patience)
     _say_on_abort(f"{this_process()}JAX gave up, as it does when {_LOST}: what it knows is above; {_GO_ON}")
-
-
-_LOST = "another process of the run is lost, or cannot be reached"
-_GO_ON = "start all of them again: they go on from the newest checkpoint"
 
 
 def is_first() -> bool:
@@ -122,6 +118,11 @@ def gather(name: str, value: str) -> list[str]:
     # One request for all answers: one for each would be the square of the processes.
     answers = {int(path.rsplit("/", 1)[1]): answer for path, answer in client.key_value_dir_get(f"{name}/")}
     return [answers[index] for index in range(jax.process_count())]
+
+
+def wait_for_all(what: str) -> None:
+    """Until every process has come to here."""
+    gather(unique(what), "")
 
 
 def announce(name: str, value: str) -> None:
@@ -164,10 +165,8 @@ def leave(code: int) -> NoReturn:
     If they did not wait, the first would be the loss that the others report. Python's way out would wait far longer:
     for processes that are in the middle of a step that cannot end without this one.
     """
-    try:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the others go on, until they miss this one
         jax_distributed.global_state.client.wait_at_barrier("aamoe/leave", LEAVE_SECONDS * 1000)
-    except jax.errors.JaxRuntimeError:
-        leave_at_once(code)  # the others go on, until they miss this one
     leave_at_once(code)
 
 
@@ -181,10 +180,10 @@ def leave_at_once(code: int) -> NoReturn:
 def _require_free(address: str) -> None:
     """JAX crashes where the port is taken."""
     port = int(address.rsplit(":", 1)[1])
-    with socket.socket(socket.AF_INET6) as probe:
+    with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("::", port))
+            probe.bind(("", port))
         except OSError as error:
             raise ConfigError(f"--distributed: process 0 cannot listen on port {port}: {error.strerror}") from error
 

@@ -13,6 +13,7 @@ from jaxtyping import Int
 from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.data import evaluation_batches
 from aamoe_jax.mixers.base import BudgetMode
+from aamoe_jax.training import distributed
 from aamoe_jax.training.metrics import Record, loss_fields
 from aamoe_jax.training.state import Placement
 from aamoe_jax.training.step import make_eval_step
@@ -29,7 +30,8 @@ class Validation:
     ):
         trained = config.model.aamoe.budget.normalizer
         budgets = dict.fromkeys((CAUSAL[trained], trained) if "aamoe" in config.model.pattern else (CAUSAL[trained],))
-        self._steps = {budget: jax.jit(make_eval_step(graphdef, budget, byte_lengths, placement)) for budget in budgets}
+        self._steps = [jax.jit(make_eval_step(graphdef, budget, byte_lengths, placement)) for budget in budgets]
+        self._compiled: list[Any] = []
         self._rows = rows = config.training.batch_size // config.training.accumulate
         index, count = placement.shard(rows)
         self._batches = {
@@ -44,12 +46,20 @@ class Validation:
 
     def __call__(self, params: dict[str, Any], step: int) -> tuple[list[Record], float]:
         """A record per dataset, and the loss that ranks checkpoints: their mean under the weights of the mixture."""
+        if not self._compiled:
+            self._compile(params)
         records = [self._record(params, name, step) for name in self._batches]
         weights = [self._weights[record["dataset"]] for record in records]
         return records, float(np.average([record["loss"] for record in records], weights=weights))
 
+    def _compile(self, params: dict[str, Any]) -> None:
+        batches = next(iter(self._batches.values()))
+        batch = self._placement.put(batches[0], self._rows)
+        self._compiled = [step.lower(params, batch).compile() for step in self._steps]
+        distributed.wait_for_all("compiled")
+
     def _record(self, params: dict[str, Any], name: str, step: int) -> Record:
-        causal, *row = (self._sums(params, name, eval_step) for eval_step in self._steps.values())
+        causal, *row = (self._sums(params, name, eval_step) for eval_step in self._compiled)
         record = {"kind": "validation", "step": step, "dataset": name, **loss_fields(causal)}
         return record | ({"loss_row": loss_fields(row[0])["loss"]} if row else {})
 

@@ -239,6 +239,7 @@ def compile_step(
         step, donate_argnums=0, out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, like), placement.replicated)
     )
     compiled = jitted.lower(like, batch).compile()
+    distributed.wait_for_all("compiled")  # the first collective has less patience with slow compilers (Gloo: 30 s)
     progress.say(f"compiled in {time.perf_counter() - start:.1f} s")
     progress.restart_clock()
     return compiled

@@ -25,8 +25,11 @@ from aamoe_jax.training.checkpoints import (
     read_meta,
     saved_steps,
 )
+from aamoe_jax.training.distributed import EXIT_LOST
 from aamoe_jax.training.metrics import FILE, read_metrics
 from experiments.binding import load_experiment
+from launch.cluster import exits
+from launch.train import EXIT_DIVERGED, EXIT_NOT_SAVED, EXIT_REFUSED, EXIT_SIGNAL
 from tests.training.helpers import assert_same_bits, tiny_data, untimed
 
 STEPS = 120
@@ -205,10 +208,24 @@ class TestFailures:
         assert checkpoint.step == 1
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(checkpoint.params))
 
+    def test_losses_that_stay_not_finite_are_not_skipped_for_ever(self, place):
+        params = ("OptimizerConfig.learning_rate = 3e38", "OptimizerConfig.warmup_steps = 0")
+        code, out, err = place.run("skipped", DENSE, *params, "TrainingConfig.nonfinite = 'skip'")
+        assert code == 3
+        assert [f"step {step} skipped: on batch {step - 1}" in out for step in (1, 2, 10, 11)] == [
+            False,
+            True,
+            True,
+            False,
+        ]
+        assert "error: step 11, on batch 10: the sum of losses is nan" in err
+        assert "the 10th step in a row; nothing was saved" in err
+
     @pytest.mark.parametrize(
         ("arguments", "complaint"),
         [
             (["--run_dir=x", "--profile=5"], "error: --profile='5': must be START:STOP"),
+            (["--run_dir=x", "--distributed=host:1,2"], "error: --distributed='host:1,2': must be auto, or HOST:PORT"),
             ([], "--run_dir"),
         ],
     )
@@ -218,6 +235,13 @@ class TestFailures:
         assert result.returncode == 1
         assert complaint in result.stderr + result.stdout
         assert "Traceback" not in result.stderr
+
+
+def test_exit_codes_are_those_of_the_table_that_launchers_follow():
+    stopped = [EXIT_SIGNAL + number for number in (signal.SIGTERM, signal.SIGINT)]
+    assert [EXIT_LOST, *stopped] == [exits.LOST, exits.PREEMPTED, exits.STOPPED]
+    for code in (EXIT_REFUSED, EXIT_DIVERGED, EXIT_NOT_SAVED):
+        assert exits.lookup(code).meaning != "not in the table"
 
 
 def test_the_data_of_this_test_is_what_the_gin_file_says(place):
