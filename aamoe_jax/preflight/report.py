@@ -109,7 +109,7 @@ def _flops(summary: Summary) -> str:
     )
 
 
-def _tera(flops: float) -> str:
+def _tera(flops: int | float) -> str:
     return f"{flops / 1e12:.3f}" if flops else "not asked"
 
 
