@@ -11,9 +11,10 @@ from aamoe_jax.preflight.hardware import GIB
 from aamoe_jax.preflight.summary import Summary
 
 MODEL_NOTE = (
-    "Memory, FLOPs, bytes and collectives are the compiler's. Times are modelled, not measured: each limit at its peak "
-    "(kernels by their committed schedules), `best` where all overlap, `step` where nothing does; MFU, tokens and days "
-    "go by `step`, the second MFU by `best`. Sorts, gathers and vector work are in no limit."
+    "Memory, products, bytes and collectives are read from the compiler's program. Times are modelled, not measured: "
+    "each limit at its peak, kernels by their committed schedules with all budgets spent and tiles 80 % full, `best` "
+    "where all overlap, `step` where nothing does; MFU, tokens and days go by `step`, the second MFU by `best`. Sorts, "
+    "gathers and vector work are in no limit."
 )
 OVERVIEW = (
     "topology",
