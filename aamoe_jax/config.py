@@ -289,7 +289,8 @@ class MeshConfig:
     """Heads and hidden units."""
     pair_bound: float | None = None
     """Most (token, resource) pairs that one shard of `resource` computes, as a multiple of its even share; pairs past
-    it are dropped and counted (`overflow`). None: as many as there can be, so none is ever dropped."""
+    it are dropped, those of the last tokens of the device's rows first, and counted (`overflow`). Evaluation drops
+    none. None: as many as there can be, so none is ever dropped."""
 
     def __post_init__(self) -> None:
         sizes = (self.data, self.fsdp, self.resource, self.tensor)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from aamoe_jax.config import ConfigError, ExperimentConfig, MeshConfig, ModelConfig
@@ -27,7 +28,7 @@ MeshAxes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ShardingRules:
-    """Which axes of the mesh divide a dimension, by the name of the dimension."""
+    """Which axes of the mesh divide a dimension, by the name of the dimension: what `shards.py` moves follows it."""
 
     rows: MeshAxes = ("data", "fsdp")
     """Rows of a batch."""
@@ -86,15 +87,17 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"or let one take the rest, such as MeshConfig.{free[0] if free else 'fsdp'} = -1"
         )
     sizes |= dict.fromkeys(free, len(devices) // given)
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES), devices=devices)
+    # An axis of ours may take a part of one of the torus: jax.make_mesh refuses that, and so many meshes.
+    grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+    return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 
-def parameter_specs(config: ModelConfig, rules: ShardingRules = RULES) -> dict[str, Any]:
+def parameter_specs(config: ModelConfig) -> dict[str, Any]:
     """Where every parameter lies, as a nested dict like the parameters."""
 
     def spec(param: nnx.Param) -> PartitionSpec:
         stacked = param.ndim - len(param.axes)  # the axis over periods, which is never divided
-        return rules.spec(*(None,) * stacked, *param.axes)
+        return RULES.spec(*(None,) * stacked, *param.axes)
 
     state = nnx.state(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
     return nnx.to_pure_dict(state, extract_fn=spec)
@@ -112,19 +115,19 @@ def require_divisible(config: ExperimentConfig, size: Mapping[str, int]) -> None
     model, training = config.model, config.training
     tokens, parts = config.data.seq_len, size["resource"] * size["tensor"]
     rows = training.batch_size // training.accumulate
-    wanted = {
-        "TrainingConfig.batch_size / accumulate": (rows, size["data"] * size["fsdp"], "data x fsdp"),
-        "DataConfig.seq_len": (tokens, parts, "resource x tensor"),
-        "ModelConfig.num_heads": (model.num_heads, size["tensor"], "tensor"),
-    }
+    wanted = [
+        ("TrainingConfig.batch_size / accumulate", rows, size["data"] * size["fsdp"], "data x fsdp"),
+        ("DataConfig.seq_len", tokens, parts, "resource x tensor"),
+        ("ModelConfig.num_heads", model.num_heads, size["tensor"], "tensor"),
+    ]
     if "aamoe" in model.pattern:
         m, experts = model.aamoe.chunk_size, model.aamoe.num_experts
-        wanted["AAMoEConfig.num_experts"] = (experts, size["resource"], "resource")
+        wanted.append(("AAMoEConfig.num_experts", experts, size["resource"], "resource"))
         if parts > 1:
-            wanted["DataConfig.seq_len "] = (tokens, m * size["resource"], "AAMoEConfig.chunk_size x resource")
-    for name, (value, divisor, what) in wanted.items():
+            wanted.append(("DataConfig.seq_len", tokens, m * size["resource"], "AAMoEConfig.chunk_size x resource"))
+    for name, value, divisor, what in wanted:
         if value % divisor:
-            raise ConfigError(f"{name.strip()} = {value}: must be divisible by {divisor}, the mesh's {what}")
+            raise ConfigError(f"{name} = {value}: must be divisible by {divisor}, the mesh's {what}")
     _require_storable(config.model, size)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 from flax import nnx
@@ -45,12 +46,14 @@ class Shards:
         """This device's part of what every device has whole."""
         if not (axes := self._moving(axes)):
             return x
+        if x.shape[dimension] % self.count(axes):
+            raise ValueError(f"dimension {dimension} of {x.shape} cannot be divided over {axes}: {self}")
         size = x.shape[dimension] // self.count(axes)
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, dimension)
 
     def gather(self, x: Array, axes: tuple[str, ...], dimension: int = 1) -> Array:
         """The parts of all devices along these axes, one after the other: the inverse of `part`."""
-        if not (axes := self._moving(axes)):
+        if x.shape[dimension] == 0 or not (axes := self._moving(axes)):
             return x
         return jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
 
@@ -80,7 +83,7 @@ class Shards:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather_cast(x: Float[Array, "..."], dtype: str, dimension: int) -> Float[Array, "..."]:
-    """All parts of a float32 parameter, cast. Its gradient is summed in float32."""
+    """All parts of a float32 parameter, cast. Their gradients are summed in float32."""
     return jax.lax.all_gather(x.astype(dtype), FSDP, axis=dimension, tiled=True)
 
 
@@ -112,6 +115,14 @@ def sum_over_rows(x: Array) -> Array:
 def max_over_all(x: Array) -> Array:
     """The largest over all devices of the mesh."""
     return jax.lax.pmax(_varying(x), ALL)
+
+
+def vary(params: Any) -> Any:
+    """The same parameters, free to differ between all devices: their gradients are then those of one device alone.
+
+    The transpose is what adds these up over the devices that share a parameter: `jax.vjp` of this, once per step.
+    """
+    return jax.tree.map(_varying, params)
 
 
 def _varying(x: Array) -> Array:

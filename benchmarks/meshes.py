@@ -52,6 +52,7 @@ SMALL = (
 """A model that every mesh of 8 devices divides."""
 
 PAIRS = ("pairs_local", "pairs_context", "pairs_expert")
+MASS = ("mass_local", "mass_context", "mass_expert")
 
 Gradients = dict[str, Any]
 Batch = dict[str, np.ndarray]
@@ -68,6 +69,9 @@ class Row:
     """The largest difference in any parameter's gradient, over the largest entry of that gradient."""
     pairs: float
     """The largest difference in how many resources of a kind a layer gave."""
+    mass: float
+    """The largest difference in a kind's share of a layer's attention, which is not exact where resources are divided.
+    """
     overflow: float
     """Pairs dropped, of all layers."""
     collectives: dict[str, tuple[int, float]]
@@ -81,13 +85,15 @@ def factorizations(devices: int) -> list[tuple[int, ...]]:
 
 
 def random_batch(config: ExperimentConfig) -> Batch:
-    """Rows of two documents, the last row half padding."""
+    """Rows of two documents, which meet in the middle of even rows and a chunk after it in odd ones; the last row has
+    padding for its second."""
     rng, chunk = np.random.default_rng(0), config.model.aamoe.chunk_size
     rows, length = config.training.batch_size, config.data.seq_len
-    first = (length // (2 * chunk) + 1) * chunk
-    segment_ids = np.where(np.arange(length) < first, 1, 2) * np.ones((rows, 1), np.int64)
-    segment_ids[-1, first:] = 0
-    positions = np.concatenate([np.arange(first), np.arange(length - first)]) * np.ones((rows, 1), np.int64)
+    first = length // (2 * chunk) * chunk + chunk * (np.arange(rows)[:, None] % 2)
+    place = np.broadcast_to(np.arange(length), (rows, length))
+    segment_ids = np.where(place < first, 1, 2)
+    segment_ids[-1, segment_ids[-1] == 2] = 0
+    positions = np.where(place < first, place, place - first)
     tokens = rng.integers(1, config.model.vocab_size, (rows, length + 1))
     batch = tokens[:, :-1], tokens[:, 1:], segment_ids, positions, segment_ids > 0
     return {name: x.astype(np.int32) for name, x in zip(BATCH_FIELDS, batch, strict=True)}
@@ -135,8 +141,9 @@ def measure(config: ExperimentConfig, mesh: tuple[int, ...], one: tuple[Gradient
     return Row(
         mesh,
         abs(metrics["nll"] / single["nll"] - 1).item(),
-        max(jax.tree.leaves(jax.tree.map(_difference, gradients, expected))),
-        max(float(np.abs(about[name] - known[name]).max()) for name in PAIRS) if about else 0.0,
+        _largest(jax.tree.leaves(jax.tree.map(_difference, gradients, expected))),
+        _largest([float(np.abs(about[name] - known[name]).max()) for name in PAIRS if about]),
+        _largest([float(np.abs(about[name] - known[name]).max() / known["tokens"].max()) for name in MASS if about]),
         float(np.sum(about.get("overflow", 0))),
         {f"{item.kind} {'+'.join(item.axes)}": (item.count, item.sent) for item in found},
     )
@@ -146,6 +153,11 @@ def _whole(x: jax.Array) -> np.ndarray:
     """The array, of which another process may have a part."""
     here = x.is_fully_addressable or x.is_fully_replicated
     return np.asarray(x) if here else multihost_utils.process_allgather(x, tiled=True)
+
+
+def _largest(differences: Sequence[float]) -> float:
+    """NaN if any of them is."""
+    return float(np.max(differences, initial=0.0))
 
 
 def _difference(x: np.ndarray, y: np.ndarray) -> float:

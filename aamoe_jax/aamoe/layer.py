@@ -210,12 +210,13 @@ class AAMoELayer(nnx.Module):
             for x in (self.expert_keys, self.expert_values)
         )
         experts = self.qkv.norm_key(expert_key), expert_value
-        given = self._given_together(allocation, context)
+        given = Given(allocation.resource, self._bias(allocation), allocation.count)
+        given = Given(*(shards.gather(x, TOKENS) for x in given))
         attend = self._attend_here if shards.resource == 1 else self._attend_everywhere
         attention, mass, overflow = attend(query, (key, value), experts, given, context)
-        used = jnp.arange(mass.shape[-1]) < given.count[..., None]
-        mass = shards.scatter_sum(jnp.where(used, mass, 0), TENSOR) / shards.tensor
-        return self._beside_null(attention), mass, overflow
+        mass = shards.scatter_sum(mass, TENSOR) / shards.tensor  # the mean over heads
+        used = jnp.arange(mass.shape[-1]) < allocation.count[..., None]
+        return self._beside_null(attention), jnp.where(used, mass, 0), overflow
 
     def _attend_here(
         self,
@@ -233,12 +234,13 @@ class AAMoELayer(nnx.Module):
             segment = (length + 1) * jnp.arange(rows)[:, None] + context.segment_ids
             window = Window(window.reshape(-1), segment.reshape(-1))
         resource = resources.flat_index(routed.resource, self._num_chunks(context))
+        visible = routed.visible(self._prefix_of(context), self.config.aamoe.chunk_size)
         attention = block_sparse_attention(
             _flatten_tokens(rotate_heads(query, context.turns(self.config).heads)),
             _flatten_tokens(query),
             keys,
             values,
-            Pairs(*map(_flatten_tokens, routed._replace(resource=resource))),
+            Pairs(*map(_flatten_tokens, (resource, routed.bias, visible, routed.count))),
             num_context=keys.shape[0] - self.config.aamoe.num_experts,
             max_pairs=self._max_pairs(context, routed.resource.shape[-1]),
             window=window,
@@ -263,12 +265,14 @@ class AAMoELayer(nnx.Module):
         turns, shards = context.turns(self.config), context.shards
         how = {"max_score": self.qkv.max_score(), "kernel": self.config.kernel}
         window, rest = self._window_apart(given)
+        prefix_of = self._prefix_of(context)
         max_pairs = self._max_pairs(context, rest.resource.shape[-1])
         routed = parallel.routed_attention(
-            query, chunks, experts, rest, turns.heads, shards, max_pairs=max_pairs, **how
+            query, chunks, experts, rest, prefix_of, turns.heads, shards, max_pairs=max_pairs, **how
         )
         if window is None:
             return routed
+        window = shards.part(window, RESOURCE)
         turned, m = rotate_heads(query, turns.heads_here(shards)), self.config.aamoe.chunk_size
         near = parallel.window_attention(turned, chunks, window, context.segment_ids, shards, m=m, **how)
         whole = parallel.together(routed.attention, near)
@@ -283,21 +287,17 @@ class AAMoELayer(nnx.Module):
         kept = jax.nn.sigmoid(attention.lse - self.null_logit[...])
         return attention.output * kept[..., None].astype(attention.output.dtype)
 
-    def _given_together(self, allocation: Allocation, context: Context) -> Given:
-        """What the tokens that attend together were given."""
-        shards, m = context.shards, self.config.aamoe.chunk_size
-        offset, own = context.index % m, context.index // m
-        visible = jnp.where(allocation.resource == self._partial_chunk(own)[..., None], offset[..., None] + 1, m)
-        given = Given(allocation.resource, self._bias(allocation), visible, allocation.count)
-        return Given(*(shards.gather(x, TENSOR) for x in given))
-
-    def _window_apart(self, given: Given) -> tuple[Float[Array, "b s"] | None, Given]:
+    def _window_apart(self, given: Given) -> tuple[Float[Array, "b L"] | None, Given]:
         """The bias of the window, which the first slot buys, and the slots that are routed."""
         if self.config.aamoe.local != "window":
             return None, given
-        resource, bias, visible, count = given
-        routed = Given(resource[..., 1:], bias[..., 1:], visible[..., 1:], jnp.maximum(count - 1, 0))
+        resource, bias, count = given
+        routed = Given(resource[..., 1:], bias[..., 1:], jnp.maximum(count - 1, 0))
         return jnp.where(count > 0, bias[..., 0], -jnp.inf), routed
+
+    def _prefix_of(self, context: Context) -> Int[Array, "L"]:
+        """`_partial_chunk` of every token of a row."""
+        return self._partial_chunk(jnp.arange(context.segment_ids.shape[1]) // self.config.aamoe.chunk_size)
 
     def _partial_chunk(self, own: Int[Array, "*tokens"]) -> Int[Array, "*tokens"]:
         """The chunk of which a token sees a prefix alone: its own up to itself; with a window, of the one before what
@@ -455,4 +455,4 @@ class AAMoELayer(nnx.Module):
 
 def _flatten_tokens(x: Float[Array, "b L *rest"] | Int[Array, "b L *rest"]) -> Array:
     """[b, L, ...] -> [b L, ...]: tokens of all rows share the experts' work."""
-    return x.reshape(-1, *x.shape[2:])
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])

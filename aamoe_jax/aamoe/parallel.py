@@ -4,8 +4,9 @@ Every shard of the axis `resource` holds a part of the row's tokens, of its chun
 all tokens of the row to its own resources; what all shards found is merged by log-sum-exp in a reduce-scatter, which
 returns every token to its shard. A local window needs no more than the end of the part before.
 
-Chunk j of a part goes to shard j mod R: later chunks are seen by fewer tokens, so that contiguous chunks would leave
-the last shard with little to do.
+Chunks go to the shards in turn, chunk j of the row to shard j mod R: later chunks are seen by fewer tokens, so that
+contiguous chunks would leave the last shard with little to do. Every part sends every shard equally many, the last of
+them empty where its chunks are no multiple of R.
 
 Shapes: b rows, L tokens per row, s = L / R of them here, R shards, m tokens per chunk, E experts, e = E / R of them
 here, K slots, H heads here, k head size.
@@ -43,13 +44,16 @@ class Routed(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What tokens were given: the row's index of every resource (chunks, then experts), its bias, how much of it they
-    see."""
+    """What the tokens of rows were given: the row's index of every resource (chunks, then experts), and its bias."""
 
-    resource: Int[Array, "b s K"]
-    bias: Float[Array, "b s K"]
-    visible: Int[Array, "b s K"]
-    count: Int[Array, "b s"]
+    resource: Int[Array, "b L K"]
+    bias: Float[Array, "b L K"]
+    count: Int[Array, "b L"]
+
+    def visible(self, prefix_of: Int[Array, "L"], m: int) -> Int[Array, "b L K"]:
+        """How many keys of every resource its token sees; of chunk `prefix_of`, those up to itself."""
+        offset = jnp.arange(len(prefix_of)) % m
+        return jnp.where(self.resource == prefix_of[:, None], offset[:, None] + 1, m)
 
 
 class Home(NamedTuple):
@@ -65,6 +69,7 @@ def routed_attention(
     chunks: tuple[Float[Array, "b s H k"], Float[Array, "b s H k"]],
     experts: tuple[Float[Array, "e m H k"], Float[Array, "e m H k"]],
     given: Given,
+    prefix_of: Int[Array, "L"],
     turn: Rotation,
     shards: Shards,
     *,
@@ -77,15 +82,15 @@ def routed_attention(
     Args:
       query: not rotated.
       chunks, experts: keys (those of chunks rotated) and values.
+      prefix_of: see `Given.visible`.
       turn: rotations of all tokens of the row.
       max_pairs: static bound on the pairs of all tokens.
     """
     m, count = experts[0].shape[1], query.shape[1] // experts[0].shape[1]
     query = shards.gather(query, RESOURCE)
-    given = Given(*(shards.gather(x, RESOURCE) for x in given))
     bound = pair_bound(max_pairs, shards)
     home = home_of(given.resource, count, len(experts[0]), shards)
-    pairs, at = _pairs_here(given, home)
+    pairs, place = _pairs_here(given, given.visible(prefix_of, m), home)
     spread = [_spread(x.reshape(len(x), count, m, *x.shape[2:]), shards) for x in chunks]
     keys, values = (jnp.concatenate([x, y.astype(x.dtype)]) for x, y in zip(spread, experts, strict=True))
     found = block_sparse_attention(
@@ -97,12 +102,12 @@ def routed_attention(
         num_context=len(spread[0]),
         max_pairs=bound,
         max_score=max_score,
-        row_chunks=count,
+        row_chunks=len(spread[0]) // len(query),
         implementation=kernel,
     )
     output, lse, mass = (x.reshape(*query.shape[:2], *x.shape[1:]) for x in found)
     merged, share = _merge(Softmax(output, lse), shards)
-    mass = jnp.where(at, mass[..., None, :], 0).sum(-1) * jax.lax.stop_gradient(share).mean(-1, keepdims=True)
+    mass = jnp.where(_at(place), mass[..., None, :], 0).sum(-1) * jax.lax.stop_gradient(share).mean(-1, keepdims=True)
     return Routed(merged, shards.scatter_sum(mass, RESOURCE), jnp.maximum(pairs.count.sum() - bound, 0))
 
 
@@ -176,7 +181,7 @@ def home_of(resource: Int[Array, "b L K"], count: int, experts: int, shards: Sha
     room = -(-count // shards.resource)  # chunks that one part sends to one shard
     per_row = shards.resource * room
     row = jnp.arange(len(resource))[:, None, None]
-    chunk = Home(j % shards.resource, row * per_row + part * room + j // shards.resource)
+    chunk = Home(resource % shards.resource, row * per_row + part * room + j // shards.resource)
     if experts == 0:
         return chunk
     shard, place = jnp.divmod(resource - count * shards.resource, experts)
@@ -185,24 +190,33 @@ def home_of(resource: Int[Array, "b L K"], count: int, experts: int, shards: Sha
     return Home(*(jnp.where(is_chunk, x, y) for x, y in zip(chunk, expert, strict=True)))
 
 
-def _pairs_here(given: Given, home: Home) -> tuple[Pairs, Bool[Array, "b L K K"]]:
-    """The slots whose resource is here, moved together in their order; and which slot went to which place."""
-    width = given.resource.shape[-1]
-    here = (home.shard == jax.lax.axis_index(RESOURCE)) & (jnp.arange(width) < given.count[..., None])
-    at = here[..., None] & ((jnp.cumsum(here, -1) - 1)[..., None] == jnp.arange(width))
+def _pairs_here(given: Given, visible: Int[Array, "b L K"], home: Home) -> tuple[Pairs, Int[Array, "b L K"]]:
+    """The slots whose resource is here, moved together in their order; and where each slot went, -1 if it is not."""
+    here = (home.shard == jax.lax.axis_index(RESOURCE)) & (jnp.arange(home.shard.shape[-1]) < given.count[..., None])
+    place = jnp.where(here, jnp.cumsum(here, -1) - 1, -1)
+    moved = (_move(x, place) for x in (home.place, given.bias, visible))
+    return Pairs(*moved, here.sum(-1, dtype=jnp.int32)), place
 
-    def move(x: Num[Array, "b L K"]) -> Num[Array, "b L K"]:
-        return jnp.where(at, x[..., None], 0).sum(-2).astype(x.dtype)
 
-    return Pairs(move(home.place), move(given.bias), move(given.visible), here.sum(-1, dtype=jnp.int32)), at
+@jax.checkpoint  # so that of [b, L, K, K] nothing is kept
+def _move(x: Num[Array, "b L K"], place: Int[Array, "b L K"]) -> Num[Array, "b L K"]:
+    """Every slot to its place; 0 where none goes."""
+    return jnp.where(_at(place), x[..., None], 0).sum(-2).astype(x.dtype)
+
+
+def _at(place: Int[Array, "b L K"]) -> Bool[Array, "b L K K"]:
+    """Which slot goes to which place."""
+    return place[..., None] == jnp.arange(place.shape[-1])
 
 
 def _spread(chunks: Float[Array, "b c m H k"], shards: Shards) -> Float[Array, "C m H k"]:
-    """Chunk j of every part goes to shard j mod R: the chunks that are here afterwards, as `home_of` counts them."""
+    """Chunk j of every row goes to shard j mod R: the chunks that are here afterwards, as `home_of` counts them."""
     rows, count = chunks.shape[:2]
     room = -(-count // shards.resource)
     chunks = jnp.pad(chunks, ((0, 0), (0, shards.resource * room - count), *((0, 0),) * 3))
     chunks = chunks.reshape(rows, room, shards.resource, *chunks.shape[2:])
+    first = jax.lax.axis_index(RESOURCE) * count  # where in the row this part begins
+    chunks = jnp.roll(chunks, first % shards.resource, axis=2)
     sent = jax.lax.all_to_all(chunks, RESOURCE, split_axis=2, concat_axis=1, tiled=True)
     return sent.reshape(-1, *chunks.shape[3:])
 
@@ -227,4 +241,4 @@ def _log(total: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
 
 
 def _flat(x: Num[Array, "b L *rest"]) -> Num[Array, "bL *rest"]:
-    return x.reshape(-1, *x.shape[2:])
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])

@@ -35,7 +35,8 @@ def spending(
     """Sums over one layer's allocation.
 
     Args:
-      mass: attention mass of each slot, mean over heads.
+      mass: attention mass of each slot, mean over heads; where resources are divided over a mesh, see
+        `parallel.Routed`.
       wanted: floored budgets before availability, slots and cap cut them; the cut is `clipped`.
       capacity: B summed over rows.
       local_first: slot 0 is the local resource (a window, or the own chunk).

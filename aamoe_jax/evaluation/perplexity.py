@@ -161,11 +161,11 @@ class Evaluator:
         forward = functools.partial(_forward, graphdef, budget=budget, max_budget_scale=max_budget_scale, shards=shards)
         losses, logits = functools.partial(_losses, forward, shards), lambda *inputs: forward(*inputs)[0]
         if placement is not None:
-            over_mesh = functools.partial(
+            divided = functools.partial(
                 jax.shard_map, mesh=placement.mesh, in_specs=(placement.params, placement.batch.spec, PartitionSpec())
             )
-            losses = over_mesh(_summed(losses), out_specs=(RULES.spec("tokens"), PartitionSpec()))
-            logits = over_mesh(logits, out_specs=RULES.spec("rows", "tokens", None))
+            losses = divided(_summed(losses), out_specs=(RULES.spec("tokens"), PartitionSpec()))
+            logits = divided(logits, out_specs=RULES.spec("rows", "tokens", None))
         self._losses, self._logits = jax.jit(losses), jax.jit(logits)
 
     def __call__(

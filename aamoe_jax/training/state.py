@@ -70,7 +70,7 @@ class Placement(NamedTuple):
           rows: of the batch of all processes; None: as many as given.
         """
 
-        def place(x: np.ndarray) -> Array:
+        def divide(x: np.ndarray) -> Array:
             shape = (len(x) if rows is None else rows, *x.shape[1:])
             first = self.shard(shape[0])[0] * len(x)
             parts = []
@@ -79,7 +79,7 @@ class Placement(NamedTuple):
                 parts.append(jax.device_put(x[start - first : stop - first], device))
             return jax.make_array_from_single_device_arrays(shape, self.batch, parts)
 
-        return {name: place(x) for name, x in batch.items()}
+        return {name: divide(x) for name, x in batch.items()}
 
 
 def place(config: ExperimentConfig, devices: Sequence[jax.Device] | None = None) -> Placement:
@@ -122,10 +122,10 @@ def abstract_params(config: ModelConfig, placement: Placement) -> dict[str, Any]
     """The parameters as shapes with shardings: nothing is computed."""
     shapes = jax.eval_shape(lambda: split(LanguageModel(config, rngs=nnx.Rngs(0)))[1])
 
-    def place(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    def at(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(placement.mesh, spec))
 
-    return jax.tree.map(place, shapes, placement.params)
+    return jax.tree.map(at, shapes, placement.params)
 
 
 def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, placement: Placement) -> TrainState:

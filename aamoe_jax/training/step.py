@@ -8,6 +8,7 @@ Shapes: b rows, L tokens per row.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from aamoe_jax.aamoe.statistics import combine, over_all_devices
 from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.model import merge
-from aamoe_jax.shards import TOKENS, Shards, sum_over_all
+from aamoe_jax.shards import TOKENS, Shards, sum_over_all, vary
 from aamoe_jax.training.nonfinite import keep_finite, updates_made
 from aamoe_jax.training.optimizer import gradient_norm, learning_rate
 from aamoe_jax.training.state import Placement, TrainState
@@ -83,7 +84,7 @@ def make_eval_step(
     graphdef: nnx.GraphDef, budget: BudgetMode, byte_lengths: Int[np.ndarray, "V"], placement: Placement
 ) -> EvalStep:
     """(params, batch) -> sums, with budgets of the given kind."""
-    shards = placement.shards
+    shards = dataclasses.replace(placement.shards, pair_bound=None)  # a measurement drops nothing
 
     def eval_step(params: dict[str, Any], batch: Batch) -> Metrics:
         nll, statistics = negative_log_likelihood(graphdef, params, batch, shards, budget)
@@ -120,6 +121,9 @@ def gradients_and_metrics(
     count = sum_over_all(shards.part(batch["loss_mask"], TOKENS).sum())
     tokens = sum_over_all((shards.part(batch["segment_ids"], TOKENS) > 0).sum())
 
+    # Gradients are summed within a `fsdp` group where its parameters are gathered; over all other devices once, here.
+    params, sum_gradients = jax.vjp(vary, params)
+
     def objective(params: dict[str, Any], rows: Batch) -> tuple[Float[Array, ""], Metrics]:
         nll, statistics = negative_log_likelihood(graphdef, params, rows, shards)
         nll, statistics = sum_over_all(nll), over_all_devices(statistics)
@@ -136,7 +140,7 @@ def gradients_and_metrics(
         gradients, sums = one(batch)
     else:
         gradients, sums = _sum_over(one, params, micro_batches(batch, accumulate))
-    return gradients, sums | {"count": count}
+    return sum_gradients(gradients)[0], sums | {"count": count}
 
 
 def negative_log_likelihood(

@@ -201,6 +201,17 @@ def test_one_resource_alone_gives_budget_and_router_no_gradient():
         assert size > 1e-2 if flows else size < 1e-5
 
 
+def test_one_resource_at_most_is_the_window_alone():
+    config = model_config(beta=4.0, max_resources=1, kernel="xla")
+    h = inputs(2, 3 * M)
+    context = context_of(config, 2, 3 * M)
+    output, about = apply(layer_of(config), h, context)
+    assert about["pairs_context"] == about["pairs_expert"] == 0
+    np.testing.assert_allclose(about["mass_local"], about["pairs_local"])
+    assert jnp.isfinite(output).all()
+    assert jnp.abs(output).max() > 0
+
+
 def test_packed_documents_do_not_see_each_other():
     config = model_config(slack=1000)
     layer = layer_of(config)

@@ -29,12 +29,13 @@ def on_meshes(tmp_path, meshes: Sequence[str], *bindings: str) -> list[dict]:
     return json.loads(output.read_text())["rows"]
 
 
-def assert_same(rows: Sequence[dict]) -> None:
+def assert_same(rows: Sequence[dict], loss: float = TOLERANCE, gradient: float = TOLERANCE) -> None:
     """Loss and gradients to float32, how many resources of each kind were given to the last one."""
     for row in rows:
-        assert row["loss"] < TOLERANCE, row
-        assert row["gradient"] < TOLERANCE, row
+        assert row["loss"] < loss, row
+        assert row["gradient"] < gradient, row
         assert row["pairs"] == 0, row
+        assert row["mass"] < (1e-6 if row["mesh"][2] == 1 else 0.01), row
         assert row["overflow"] == 0, row
 
 
@@ -79,14 +80,25 @@ class TestEveryKindOfLayer:
         assert_same(on_meshes(tmp_path, self.MESHES, *bindings))
 
     def test_no_context(self, tmp_path):
-        assert_same(on_meshes(tmp_path, ("1x1x4x2",), "AAMoEConfig.context = 'none'", "AAMoEConfig.bias = 'none'"))
+        assert_same(on_meshes(tmp_path, ("1x1x4x2",), "AAMoEConfig.context = 'none'"))
+
+    def test_no_experts_and_no_bias(self, tmp_path):
+        bindings = ("AAMoEConfig.num_experts = 0", "AAMoEConfig.bias = 'none'")
+        (row,) = on_meshes(tmp_path, ("2x1x4x1",), *bindings)
+        assert row["loss"] < TOLERANCE
+
+    def test_bfloat16(self, tmp_path):
+        """Sums over devices are of other parts, each rounded: gradients differ by a few of its units (2^-8)."""
+        (row,) = on_meshes(tmp_path, self.MESHES, "ModelConfig.dtype = 'bfloat16'")
+        assert row["loss"] < 1e-3
+        assert row["gradient"] < 0.05
 
 
 class TestPairBound:
     def test_what_is_past_it_is_counted(self, tmp_path):
-        (tight,) = on_meshes(tmp_path, ("2x1x4x1",), "MeshConfig.pair_bound = 1.0")
+        bindings = ("MeshConfig.pair_bound = 1.0", "AAMoEConfig.local = 'none'", "BudgetConfig.slack = 0")
+        (tight,) = on_meshes(tmp_path, ("2x1x4x1",), *bindings, "BudgetConfig.beta = 6.0")
         assert tight["overflow"] > 0
-        assert tight["pairs"] == 0 or tight["pairs"] < 100  # later layers see other inputs, and choose anew
         assert TOLERANCE < tight["loss"] < 0.1  # something was dropped, and nothing broke
 
 
@@ -118,6 +130,49 @@ class TestWhatIsSent:
             else:
                 assert large["collectives"][name] == [count, sent], name
 
+    def test_the_table_is_gathered_from_where_it_is_stored_like_any_parameter(self, tmp_path):
+        sizes = (64, 256)
+        small, large = (on_meshes(tmp_path, ("1x4x1x2",), f"ModelConfig.vocab_size = {size}")[0] for size in sizes)
+        tables, width, bytes_each, parts = 2, 32, 4, 4
+        assert large["collectives"]["all-gather fsdp"][0] == small["collectives"]["all-gather fsdp"][0]
+        more = self.gathered(large, "fsdp") - self.gathered(small, "fsdp")
+        assert more == tables * (sizes[1] - sizes[0]) * width * bytes_each * (parts - 1) / parts
+
+    def test_collectives_of_a_layer_are_those_of_the_design(self, tmp_path):
+        two, four = (on_meshes(tmp_path, ("1x2x2x2",), f"ModelConfig.num_layers = {n}")[0] for n in (2, 4))
+        counts = [{name: count for name, (count, _) in row["collectives"].items()} for row in (two, four)]
+        assert {name: (counts[1][name] - counts[0][name]) / 2 for name in counts[1]} == PER_LAYER
+
+
+PER_LAYER = {
+    # Forward: ends of chunks, router embeddings, queries. Backward: the gradient of what all shards found.
+    "all-gather resource": 4,
+    # Forward: what all shards found, attention mass. Backward: ends, router embeddings, queries.
+    "reduce-scatter resource": 5,
+    # Forward: the largest score, the sum of weights. Backward: that sum.
+    "all-reduce resource": 3,
+    # Keys and values to the shards that keep them, and their gradients back.
+    "all-to-all resource": 4,
+    # Keys and values at the end of the part before, for the window; and their gradients back.
+    "collective-permute resource": 4,
+    # One number of every token, for budgets; index, bias and count of what was given. (What a token can have at most
+    # depends on no layer.)
+    "all-gather resource+tensor": 4,
+    # Gradients of that number, and of the bias.
+    "reduce-scatter resource+tensor": 2,
+    # Forward: h. Backward: the gradient of the output.
+    "all-gather tensor": 2,
+    # Forward: output, attention mass. Backward: h.
+    "reduce-scatter tensor": 3,
+    # W^Q, W^K, W^V, W^O, keys and values of experts, W_c, router embeddings; and their gradients.
+    "all-gather fsdp": 8,
+    "reduce-scatter fsdp": 8,
+    # Gradients of parameters over the devices that share them: once per step, for all layers together.
+    "all-reduce resource+tensor": 0,
+    "all-reduce tensor": 0,
+    "all-reduce fsdp+resource+tensor": 0,
+}
+
 
 class TestProcesses:
     @pytest.mark.parametrize(("processes", "devices", "mesh"), [(2, 4, "1x2x4x1"), (4, 2, "2x1x2x2")])
@@ -136,7 +191,11 @@ class TestProcesses:
             )
             for index in range(processes)
         ]
-        ends = [process.communicate(timeout=600) for process in running]
+        try:
+            ends = [process.communicate(timeout=600) for process in running]
+        finally:
+            for process in running:
+                process.kill()
         for process, (_, errors) in zip(running, ends, strict=True):
             assert process.returncode == 0, errors[-3000:]
         rows = [json.loads(output.splitlines()[-1]) for output, _ in ends]

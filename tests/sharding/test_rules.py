@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from aamoe_jax.config import (
     AAMoEConfig,
@@ -71,10 +70,6 @@ class TestRules:
             ShardingRules().spec("head")
         with pytest.raises(ValueError, match=r"ShardingRules.heads: 'model' is no axis; there are data, fsdp"):
             ShardingRules(heads=("model",))
-
-    def test_other_rules_move_parameters(self):
-        specs = parameter_specs(everything(), ShardingRules(storage_float32=("data", "fsdp")))
-        assert specs["embedding"] == PartitionSpec(None, ("data", "fsdp"))
 
 
 class TestMesh:
