@@ -16,6 +16,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -50,6 +51,8 @@ SMALL = (
     "TrainingConfig.batch_size = 8",
 )
 """A model that every mesh of 8 devices divides."""
+
+QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 PAIRS = ("pairs_local", "pairs_context", "pairs_expert")
 MASS = ("mass_local", "mass_context", "mass_expert")
@@ -211,6 +214,8 @@ def main() -> int:
         config = load_experiment((), [*SMALL, *given.gin_param])
     except ConfigError as error:
         parser.error(str(error))
+    # Nothing here is a time: most of it would be the compiler's.
+    os.environ["XLA_FLAGS"] = f"{QUICKLY} {os.environ.get('XLA_FLAGS', '')}"
     jax.config.update("jax_num_cpu_devices", given.devices)
     one = gradients_on(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
     rows = []

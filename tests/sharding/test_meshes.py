@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -24,9 +25,17 @@ def on_meshes(tmp_path, meshes: Sequence[str], *bindings: str) -> list[dict]:
     output = tmp_path / "meshes.json"
     command = [sys.executable, "-m", "benchmarks.meshes", f"--meshes={','.join(meshes)}", f"--output={output}"]
     command += [f"--gin_param={binding}" for binding in bindings]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | cache(tmp_path))
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(output.read_text())["rows"]
+
+
+def cache(tmp_path: Path) -> dict[str, str]:
+    """What all tests of one worker compile alike, they compile once."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path.parent / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
+    }
 
 
 def assert_same(rows: Sequence[dict], loss: float = TOLERANCE, gradient: float = TOLERANCE) -> None:
@@ -176,7 +185,7 @@ PER_LAYER = {
 
 class TestProcesses:
     @pytest.mark.parametrize(("processes", "devices", "mesh"), [(2, 4, "1x2x4x1"), (4, 2, "2x1x2x2")])
-    def test_loss_and_gradients_over_real_processes(self, processes, devices, mesh):
+    def test_loss_and_gradients_over_real_processes(self, tmp_path, processes, devices, mesh):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
@@ -187,7 +196,7 @@ class TestProcesses:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env=os.environ,
+                env=os.environ | cache(tmp_path),
             )
             for index in range(processes)
         ]
