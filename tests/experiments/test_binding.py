@@ -295,4 +295,5 @@ def test_rooms_are_found_by_walking_the_schema():
         "DataConfig",
         "OptimizerConfig",
         "TrainingConfig",
+        "MeshConfig",
     ]
