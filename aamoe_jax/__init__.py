@@ -5,6 +5,7 @@ from aamoe_jax.aamoe.layer import AAMoELayer
 from aamoe_jax.aamoe.statistics import summarize
 from aamoe_jax.config import (
     AAMoEConfig,
+    AttentionConfig,
     BudgetConfig,
     ConfigError,
     DataConfig,
@@ -23,6 +24,7 @@ __all__ = [
     "AAMoEConfig",
     "AAMoELayer",
     "Allocation",
+    "AttentionConfig",
     "BudgetConfig",
     "ConfigError",
     "Context",

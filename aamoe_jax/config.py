@@ -11,9 +11,21 @@ import math
 import typing
 from typing import Any, Literal, get_args
 
+from aamoe_jax import patterns
+
 BudgetNormalizer = Literal["row", "prefix"]
 Local = Literal["window", "chunk", "routed", "none"]
-MixerName = Literal["aamoe", "parallel", "all_attention"]
+MixerName = Literal[
+    "aamoe",
+    "parallel",
+    "all_attention",
+    "attention",
+    "local_attention",
+    "strided_attention",
+    "sink_attention",
+    "feed_forward",
+]
+Selector = Literal["all", "window", "strided", "sinks"]
 Remat = Literal["none", "dots", "full"]
 Kernel = Literal[
     "reference", "xla", "pallas_tpu", "pallas_tpu_resident", "pallas_tpu_gathered", "pallas_tpu_dense", "pallas_gpu"
@@ -112,6 +124,21 @@ class AAMoEConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Attention over a static selection of earlier tokens (UNI-08)."""
+
+    window: int = 128
+    """Of `local_attention` and `sink_attention`: tokens seen, the token itself included."""
+    stride: int = 32
+    """Of `strided_attention`: the last so many tokens are seen, and every so-many-th before them."""
+    sinks: int = 4
+    """Of `sink_attention`: first tokens of the document that everyone sees."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "window", "stride", "sinks")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Embedding, a stack of mixers, norm, logits."""
 
@@ -119,8 +146,11 @@ class ModelConfig:
     d_model: int = 256
     num_heads: int = 4
     num_layers: int = 4
-    pattern: tuple[MixerName, ...] = ("aamoe",)
-    """The mixers of one period of the stack; num_layers is a multiple of its length."""
+    num_kv_heads: int | None = None
+    """Heads of keys and values, each shared by num_heads / num_kv_heads heads of queries. None: num_heads."""
+    pattern: tuple[str, ...] = ("aamoe",)
+    """The layers of one period of the stack, in the grammar of `patterns.py`: ('aamoe*3', 'attention+feed_forward'), or
+    ('even(attention+feed_forward, aamoe)',). Held as the shortest period that it comes to."""
     d_ff: int | None = None
     """Hidden width of the feed-forward and of All-Attention's memory. None: 4 * d_model."""
     norm: Literal["rms", "layer"] = "rms"
@@ -137,6 +167,7 @@ class ModelConfig:
     """Implementation of the block-sparse attention; `pallas_tpu` is the fastest of the three that are named after it,
     by shape. None: the best for the device."""
     aamoe: AAMoEConfig = dataclasses.field(default_factory=AAMoEConfig)
+    attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
 
     def __post_init__(self) -> None:
         _require_positive(self, "vocab_size", "d_model", "num_heads", "num_layers", "rope_base")
@@ -146,13 +177,9 @@ class ModelConfig:
             _refuse(
                 self, "d_model", f"d_model / num_heads = {self.head_dim} must be even (rotary positions turn pairs)"
             )
-        if not self.pattern:
-            _refuse(self, "pattern", "must name at least one mixer")
-        for name in self.pattern:
-            if name not in get_args(MixerName):
-                _refuse(self, "pattern", f"{name!r} is no mixer; there are {', '.join(get_args(MixerName))}")
-        if self.num_layers % len(self.pattern):
-            _refuse(self, "num_layers", f"must be a multiple of the pattern's length, {len(self.pattern)}")
+        self._expand_pattern()
+        if self.num_heads % self.kv_heads:
+            _refuse(self, "num_kv_heads", f"must divide num_heads = {self.num_heads}")
         if self.d_ff is not None and self.d_ff < 1:
             _refuse(self, "d_ff", "must be at least 1, or None for 4 * d_model")
         _require_choice(self, "norm", ("rms", "layer"))
@@ -166,9 +193,42 @@ class ModelConfig:
         if isinstance(beta, tuple) and len(beta) != self.num_layers:
             raise ConfigError(f"BudgetConfig.beta = {beta!r}: {len(beta)} values for num_layers = {self.num_layers}")
 
+    def _expand_pattern(self) -> None:
+        try:
+            pattern = patterns.expand(self.pattern, self.num_layers)
+        except ValueError as error:
+            _refuse(self, "pattern", str(error))
+        for layer in pattern:
+            names = patterns.mixers_of(layer)
+            for name in names:
+                if name not in get_args(MixerName):
+                    _refuse(self, "pattern", f"{name!r} is no mixer; there are {', '.join(get_args(MixerName))}")
+                if names.count(name) > 1:
+                    _refuse(self, "pattern", f"layer {layer!r} has {name!r} twice")
+        object.__setattr__(self, "pattern", pattern)
+
     @property
     def head_dim(self) -> int:
         return self.d_model // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def periods(self) -> int:
+        """How often the pattern is repeated."""
+        return self.num_layers // len(self.pattern)
+
+    @property
+    def mixers(self) -> tuple[tuple[int, MixerName], ...]:
+        """The mixers of one period in order, each with the layer of the period that it is in."""
+        return tuple((at, name) for at, layer in enumerate(self.pattern) for name in patterns.mixers_of(layer))
+
+    def layers_of(self, name: MixerName) -> tuple[int, ...]:
+        """The layers of the stack that have a mixer of this name."""
+        stack = self.pattern * self.periods
+        return tuple(at for at, layer in enumerate(stack) if name in patterns.mixers_of(layer))
 
     @property
     def ff_width(self) -> int:
@@ -314,7 +374,7 @@ class ExperimentConfig:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
 
     def __post_init__(self) -> None:
-        if "aamoe" not in self.model.pattern:
+        if not self.model.layers_of("aamoe"):
             return
         chunk_size = self.model.aamoe.chunk_size
         if self.data.seq_len < chunk_size:

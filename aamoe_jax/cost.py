@@ -51,8 +51,14 @@ def flops_per_pair(config: ModelConfig) -> int:
 
 
 def parallel_flops_per_token(config: ModelConfig, length: int) -> int:
-    """Projections 8 d^2, feed-forward 4 d n, attention 4 d per visible key, (L + 1) / 2 of them on average."""
-    return 8 * config.d_model**2 + 4 * config.d_model * config.ff_width + 2 * config.d_model * (length + 1)
+    """Attention, and a feed-forward of 4 d n."""
+    return attention_flops_per_token(config, length) + 4 * config.d_model * config.ff_width
+
+
+def attention_flops_per_token(config: ModelConfig, length: int) -> int:
+    """Projections 4 d (d + d_kv), attention 4 d per visible key, (L + 1) / 2 of them on average."""
+    projections = 4 * config.d_model * (config.d_model + config.kv_heads * config.head_dim)
+    return projections + 2 * config.d_model * (length + 1)
 
 
 MIXER_FLOPS: dict[str, Callable[[ModelConfig, int], int]] = {
@@ -60,6 +66,11 @@ MIXER_FLOPS: dict[str, Callable[[ModelConfig, int], int]] = {
     "parallel": parallel_flops_per_token,
     # The n persistent vectors cost what the feed-forward of width n does.
     "all_attention": parallel_flops_per_token,
+    "attention": attention_flops_per_token,
+    "local_attention": attention_flops_per_token,
+    "strided_attention": attention_flops_per_token,
+    "sink_attention": attention_flops_per_token,
+    "feed_forward": lambda config, length: 4 * config.d_model * config.ff_width,
 }
 
 
@@ -69,8 +80,8 @@ def forward_flops(config: ModelConfig, rows: int, length: int, statistics: Stati
     Args:
       statistics: what `LanguageModel` returned for them: the pairs really given; {} for models without AA-MoE.
     """
-    mixers = sum(MIXER_FLOPS[name](config, length) for name in config.pattern)
-    per_token = mixers * (config.num_layers // len(config.pattern)) + 2 * config.d_model * config.vocab_size
+    mixers = sum(MIXER_FLOPS[name](config, length) for _, name in config.mixers)
+    per_token = mixers * config.periods + 2 * config.d_model * config.vocab_size
     kinds = ("pairs_local", "pairs_context", "pairs_expert")
     pairs = sum((float(np.sum(statistics[kind])) for kind in kinds if kind in statistics), 0.0)
     return rows * length * per_token + pairs * flops_per_pair(config)
@@ -94,10 +105,10 @@ def decode_bytes(config: ModelConfig, context: int, pairs: float) -> float:
     aamoe = 4 * (5 * d**2 + d * layer.num_experts + d * -(-context // layer.chunk_size))
     if layer.budget.normalizer == "row":
         aamoe += 4 * layer.budget.predictor_width * (d + 2)
-    mixers = sum(aamoe if name == "aamoe" else dense for name in config.pattern)
+    mixers = sum(aamoe if name == "aamoe" else dense for _, name in config.mixers)
     # Pages are in the model's type, experts in float32: taken as pages here.
     per_pair = 2 * layer.chunk_size * d * size
-    return mixers * (config.num_layers // len(config.pattern)) + pairs * per_pair + 4 * d * (config.vocab_size + 1)
+    return mixers * config.periods + pairs * per_pair + 4 * d * (config.vocab_size + 1)
 
 
 def peak_flops(device: jax.Device) -> float | None:

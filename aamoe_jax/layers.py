@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from aamoe_jax.config import ModelConfig
 
@@ -55,6 +55,11 @@ def split_heads(x: Float[Array, "*batch d"], head_dim: int) -> Float[Array, "*ba
     return x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)
 
 
+def flatten_tokens(x: Num[Array, "b L *rest"]) -> Num[Array, "bL *rest"]:
+    """The tokens of all rows in one list: they share the experts' work."""
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
 def merge_heads(x: Float[Array, "*batch H k"]) -> Float[Array, "*batch d"]:
     """The inverse of `split_heads`."""
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
@@ -90,13 +95,18 @@ def rotate_heads(x: Float[Array, "*batch H k"], turn: Rotation) -> Float[Array, 
 
 
 class QueryKeyValue(nnx.Module):
-    """The projections W^Q, W^K, W^V, with RMS norms on query and key heads when the config asks (`qk_norm`)."""
+    """The projections W^Q, W^K, W^V, with RMS norms on query and key heads when the config asks (`qk_norm`).
+
+    With fewer heads of keys and values than of queries, groups of heads have theirs in common (PM-09).
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width = config.d_model
         self.query = Projection(width, width, axes=("storage", "heads"), rngs=rngs)
-        self.key = Projection(width, width, axes=("storage", "heads"), rngs=rngs)
-        self.value = Projection(width, width, axes=("storage", "heads"), rngs=rngs)
+        narrow = config.kv_heads * config.head_dim
+        self.key = Projection(width, narrow, axes=("storage", "heads"), rngs=rngs)
+        self.value = Projection(width, narrow, axes=("storage", "heads"), rngs=rngs)
+        self.group = config.num_heads // config.kv_heads
         self.head_dim = config.head_dim
         self.qk_norm = config.qk_norm
         if config.qk_norm == "rms":
@@ -106,7 +116,14 @@ class QueryKeyValue(nnx.Module):
     def __call__(
         self, h: Float[Array, "b L d"]
     ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L H k"], Float[Array, "b L H k"]]:
-        """Queries and keys (normed, not yet rotated) and values of every token."""
+        """Queries and keys (normed, not yet rotated) and values of every token, for every head."""
+        query, key, value = self.grouped(h)
+        return query, jnp.repeat(key, self.group, axis=-2), jnp.repeat(value, self.group, axis=-2)
+
+    def grouped(
+        self, h: Float[Array, "b L d"]
+    ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
+        """The same with the keys and values of each group of heads once."""
         query = split_heads(self.query(h), self.head_dim)
         key = split_heads(self.key(h), self.head_dim)
         value = split_heads(self.value(h), self.head_dim)

@@ -6,10 +6,12 @@ Shapes: b rows, L tokens per row, d width, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -54,7 +56,7 @@ class Period(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.blocks = nnx.Dict(
-            {f"{index}_{name}": Block(name, config, rngs=rngs) for index, name in enumerate(config.pattern)}
+            {f"{index}_{name}": Block(name, config, rngs=rngs) for index, (_, name) in enumerate(config.mixers)}
         )
 
     def __call__(
@@ -93,16 +95,16 @@ class Period(nnx.Module):
 
 def stacked_periods(config: ModelConfig, *, rngs: nnx.Rngs) -> Period:
     """All periods of the stack in one module: every parameter has a leading axis over them."""
-    repeats = config.num_layers // len(config.pattern)
-    keys = jax.random.split(rngs.params(), repeats)
+    keys = jax.random.split(rngs.params(), config.periods)
     params = jax.vmap(lambda key: nnx.state(Period(config, rngs=nnx.Rngs(key))))(keys)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Period(config, rngs=nnx.Rngs(0))))
     return nnx.merge(graphdef, params)
 
 
 def betas_of_periods(config: ModelConfig) -> Float[Array, "periods p"]:
-    """The budget of every block of every period."""
-    return jnp.asarray(config.betas, jnp.float32).reshape(-1, len(config.pattern))
+    """The budget of every block of every period: that of its layer."""
+    of_layers = jnp.asarray(config.betas, jnp.float32).reshape(config.periods, -1)
+    return of_layers[:, np.array([layer for layer, _ in config.mixers])]
 
 
 class LanguageModel(nnx.Module):
@@ -186,15 +188,17 @@ class LanguageModel(nnx.Module):
         if self.config.remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[self.config.remat])
         x, collected = jax.lax.scan(body, x, (params, betas_of_periods(self.config)))
-        return x, _in_layer_order([statistics for statistics in collected if statistics])
+        return x, _in_layer_order(collected)
 
 
-def _in_layer_order(collected: list[Statistics]) -> Statistics:
-    """Statistics of the AA-MoE layers of a period, each [periods, ...], as one dict of [layers, ...]."""
-    if not collected:
-        return {}
-    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *collected)
-    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), stack)
+def _in_layer_order(collected: Sequence[Statistics]) -> Statistics:
+    """Statistics of the mixers of a period, each [periods, ...], as one dict of [layers that have it, ...]."""
+    names = dict.fromkeys(name for statistics in collected for name in statistics)
+    result = {}
+    for name in names:
+        stack = jnp.stack([statistics[name] for statistics in collected if name in statistics], axis=1)
+        result[name] = stack.reshape(stack.shape[0] * stack.shape[1], *stack.shape[2:])
+    return result
 
 
 def structure(config: ModelConfig) -> nnx.GraphDef:

@@ -19,9 +19,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from aamoe_jax.config import ConfigError, ExperimentConfig, MeshConfig, ModelConfig
 from aamoe_jax.model import LanguageModel
-
-AXES = ("data", "fsdp", "resource", "tensor")
-"""The axes of every mesh. Neighbours along the later ones talk most, and lie closest."""
+from aamoe_jax.shards import AXES, FSDP, RESOURCE, ROWS, TENSOR, TOKENS
 
 MeshAxes = tuple[str, ...]
 
@@ -30,17 +28,17 @@ MeshAxes = tuple[str, ...]
 class ShardingRules:
     """Which axes of the mesh divide a dimension, by the name of the dimension: what `shards.py` moves follows it."""
 
-    rows: MeshAxes = ("data", "fsdp")
+    rows: MeshAxes = ROWS
     """Rows of a batch."""
-    tokens: MeshAxes = ("resource", "tensor")
+    tokens: MeshAxes = TOKENS
     """Tokens of a row, contiguous parts of it, wherever a mixer does not attend."""
-    resources: MeshAxes = ("resource",)
+    resources: MeshAxes = RESOURCE
     """The first axis of the representation tensor: chunks of context, and experts with their router embeddings."""
-    heads: MeshAxes = ("tensor",)
+    heads: MeshAxes = TENSOR
     """Heads of queries, keys and values, those of expert rows included; hidden units of a feed-forward."""
-    storage: MeshAxes = ("fsdp",)
+    storage: MeshAxes = FSDP
     """A dimension along which a parameter is divided at rest; it is gathered for use, in the type of activations."""
-    storage_float32: MeshAxes = ("fsdp",)
+    storage_float32: MeshAxes = FSDP
     """The same for parameters that are used in float32."""
 
     def __post_init__(self) -> None:
@@ -119,8 +117,9 @@ def require_divisible(config: ExperimentConfig, size: Mapping[str, int]) -> None
         ("TrainingConfig.batch_size / accumulate", rows, size["data"] * size["fsdp"], "data x fsdp"),
         ("DataConfig.seq_len", tokens, parts, "resource x tensor"),
         ("ModelConfig.num_heads", model.num_heads, size["tensor"], "tensor"),
+        ("ModelConfig.num_kv_heads", model.kv_heads, size["tensor"], "tensor"),
     ]
-    if "aamoe" in model.pattern:
+    if model.layers_of("aamoe"):
         m, experts = model.aamoe.chunk_size, model.aamoe.num_experts
         wanted.append(("AAMoEConfig.num_experts", experts, size["resource"], "resource"))
         if parts > 1:
@@ -134,7 +133,7 @@ def require_divisible(config: ExperimentConfig, size: Mapping[str, int]) -> None
 def _require_storable(config: ModelConfig, size: Mapping[str, int]) -> None:
     """Refuses parameters with a dimension that the axes it lies on do not divide."""
     shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))))
-    specs = jax.tree_util.tree_leaves(parameter_specs(config), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    specs = jax.tree_util.tree_leaves(parameter_specs(config))
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(shapes), specs, strict=True):
         for length, names in zip(leaf.shape, spec, strict=False):
             axes = () if names is None else (names,) if isinstance(names, str) else names

@@ -20,7 +20,8 @@ from jaxtyping import Array, Float
 FSDP, RESOURCE, TENSOR = ("fsdp",), ("resource",), ("tensor",)
 TOKENS = ("resource", "tensor")
 ROWS = ("data", "fsdp")
-ALL = ("data", "fsdp", "resource", "tensor")
+AXES = ("data", "fsdp", "resource", "tensor")
+"""The axes of every mesh. Neighbours along the later ones talk most, and lie closest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ WHOLE = Shards()
 
 def sum_over_all(x: Array) -> Array:
     """The sum over all devices of the mesh of what each has counted of its own."""
-    return jax.lax.psum(_varying(x), ALL)
+    return jax.lax.psum(_varying(x), AXES)
 
 
 def sum_over_rows(x: Array) -> Array:
@@ -114,7 +115,7 @@ def sum_over_rows(x: Array) -> Array:
 
 def max_over_all(x: Array) -> Array:
     """The largest over all devices of the mesh."""
-    return jax.lax.pmax(_varying(x), ALL)
+    return jax.lax.pmax(_varying(x), AXES)
 
 
 def vary(params: Any) -> Any:
@@ -127,5 +128,5 @@ def vary(params: Any) -> Any:
 
 def _varying(x: Array) -> Array:
     """Lets x vary over every axis, those of size 1 too, along which nothing told it to."""
-    missing = tuple(set(ALL) - jax.typeof(x).manual_axis_type.varying)
+    missing = tuple(set(AXES) - jax.typeof(x).manual_axis_type.varying)
     return jax.lax.pcast(x, missing, to="varying") if missing else x

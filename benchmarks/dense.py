@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from aamoe_jax.layers import merge_heads, rotate_heads
 from aamoe_jax.mixers.base import Context
-from aamoe_jax.mixers.parallel import ParallelLayer
+from aamoe_jax.mixers.parts import SideBySide
 
 Attend = Callable[[Array, Array, Array], Array]
 HIDDEN = -1e30
@@ -22,20 +22,21 @@ HIDDEN = -1e30
 
 
 def parallel_layer(
-    layer: ParallelLayer, attend: Attend, h: Float[Array, "b L d"], context: Context
+    layer: SideBySide, attend: Attend, h: Float[Array, "b L d"], context: Context
 ) -> Float[Array, "b L d"]:
     """The parallel transformer layer (eq 1), one document per row, with another way to attend."""
-    config = layer.attention.config
-    query, key, value = layer.attention.qkv(h)
+    attention, feed_forward = layer.parts["attention"], layer.parts["feed_forward"]
+    config = attention.config
+    query, key, value = attention.qkv(h)
     turn = context.turns(config).heads
     heads = attend(rotate_heads(query, turn), rotate_heads(key, turn), value)
-    return layer.attention.output(merge_heads(heads)) + layer.feed_forward(h)
+    return attention.output(merge_heads(heads)) + feed_forward(h, context)[0]
 
 
 def masked(
     query: Float[Array, "b L H k"], key: Float[Array, "b L H k"], value: Float[Array, "b L H k"]
 ) -> Float[Array, "b L H k"]:
-    """JAX's attention under an explicit mask, as `mixers/parallel.py` has it."""
+    """JAX's attention under an explicit mask, as `mixers/attention.py` has it."""
     mask = jnp.tril(jnp.ones((query.shape[1],) * 2, bool))[None, None]
     return jax.nn.dot_product_attention(query, key, value, mask=mask)
 

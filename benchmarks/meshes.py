@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec
 from aamoe_jax.config import ConfigError, ExperimentConfig, MeshConfig
 from aamoe_jax.model import LanguageModel, split, structure
 from aamoe_jax.preflight import collectives, hlo
-from aamoe_jax.sharding import AXES
+from aamoe_jax.shards import AXES
 from aamoe_jax.training.loop import BATCH_FIELDS
 from aamoe_jax.training.state import place
 from aamoe_jax.training.step import gradients_and_metrics, over_mesh

@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
     drawn = [run_dir / "loss.png"]
     pictures.loss_curve(records, drawn[0])
     checkpoint = load_checkpoint(run_dir)
-    if "aamoe" in checkpoint.config.model.pattern:
+    if checkpoint.config.model.layers_of("aamoe"):
         drawn += [run_dir / "shares.png", run_dir / "budget_map.png"]
         pictures.context_expert_share(records, drawn[1])
         data = program.data_config(checkpoint.config, FLAGS.data_dir)

@@ -36,7 +36,7 @@ from aamoe_jax.evaluation.perplexity import (
 from aamoe_jax.evaluation.sweeps import BUDGET_SCALES, LENGTH_FACTORS, budget_sweep, held_out, length_sweep
 from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.model import structure
-from aamoe_jax.sharding import AXES
+from aamoe_jax.shards import AXES
 from aamoe_jax.training.checkpoints import Checkpoint, library_versions, load_checkpoint
 from aamoe_jax.training.state import Placement, place
 from launch import program

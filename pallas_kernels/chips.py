@@ -46,11 +46,12 @@ def current() -> str:
 
 
 def kernels_by_default() -> bool:
-    """Whether TPU kernels are called without being asked for: on a TPU in the table above, on one device.
+    """Whether TPU kernels are called without being asked for: on a TPU in the table above, assumed or there, on one
+    device.
 
     The compiler cannot divide a kernel over a mesh; inside `jax.shard_map` there is nothing left to divide.
     """
-    if jax.default_backend() != "tpu" or jax.devices()[0].device_kind not in _KINDS:
+    if not _assumed and (jax.default_backend() != "tpu" or jax.devices()[0].device_kind not in _KINDS):
         return False
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() == 1 or (not mesh.empty and mesh.are_all_axes_manual)

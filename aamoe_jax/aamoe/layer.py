@@ -26,6 +26,7 @@ from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.layers import (
     Projection,
     QueryKeyValue,
+    flatten_tokens,
     merge_heads,
     residual_gain,
     rotate_heads,
@@ -236,11 +237,11 @@ class AAMoELayer(nnx.Module):
         resource = resources.flat_index(routed.resource, self._num_chunks(context))
         visible = routed.visible(self._prefix_of(context), self.config.aamoe.chunk_size)
         attention = block_sparse_attention(
-            _flatten_tokens(rotate_heads(query, context.turns(self.config).heads)),
-            _flatten_tokens(query),
+            flatten_tokens(rotate_heads(query, context.turns(self.config).heads)),
+            flatten_tokens(query),
             keys,
             values,
-            Pairs(*map(_flatten_tokens, (resource, routed.bias, visible, routed.count))),
+            Pairs(*map(flatten_tokens, (resource, routed.bias, visible, routed.count))),
             num_context=keys.shape[0] - self.config.aamoe.num_experts,
             max_pairs=self._max_pairs(context, routed.resource.shape[-1]),
             window=window,
@@ -451,8 +452,3 @@ class AAMoELayer(nnx.Module):
         # Rotations of the shorter rows are dropped with the rest.
         padded = dataclasses.replace(context, segment_ids=segment_ids, positions=positions, known_turns=None)
         return jnp.pad(h, (*pad, (0, 0))), padded
-
-
-def _flatten_tokens(x: Float[Array, "b L *rest"] | Int[Array, "b L *rest"]) -> Array:
-    """[b, L, ...] -> [b L, ...]: tokens of all rows share the experts' work."""
-    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])

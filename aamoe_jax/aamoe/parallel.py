@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from aamoe_jax.layers import Rotation, rotate_heads
+from aamoe_jax.layers import Rotation, flatten_tokens, rotate_heads
 from aamoe_jax.shards import RESOURCE, Shards
 from pallas_kernels.block_sparse_attention import Pairs, Window, block_sparse_attention
 
@@ -94,11 +94,11 @@ def routed_attention(
     spread = [_spread(x.reshape(len(x), count, m, *x.shape[2:]), shards) for x in chunks]
     keys, values = (jnp.concatenate([x, y.astype(x.dtype)]) for x, y in zip(spread, experts, strict=True))
     found = block_sparse_attention(
-        _flat(rotate_heads(query, turn)),
-        _flat(query),
+        flatten_tokens(rotate_heads(query, turn)),
+        flatten_tokens(query),
         keys,
         values,
-        Pairs(*map(_flat, pairs)),
+        Pairs(*map(flatten_tokens, pairs)),
         num_context=len(spread[0]),
         max_pairs=bound,
         max_score=max_score,
@@ -139,9 +139,9 @@ def window_attention(
     segment += (segment_ids.shape[1] + 1) * jnp.arange(rows)[:, None]
     nothing = jnp.zeros((rows * (s + m), 0), jnp.int32)
     found = block_sparse_attention(
-        _flat(query),
-        _flat(query),
-        *(_flat(x).reshape(-1, m, *x.shape[2:]) for x in (key, value)),
+        flatten_tokens(query),
+        flatten_tokens(query),
+        *(flatten_tokens(x).reshape(-1, m, *x.shape[2:]) for x in (key, value)),
         Pairs(nothing, nothing.astype(jnp.float32), nothing, jnp.zeros(len(nothing), jnp.int32)),
         num_context=rows * (s // m + 1),
         max_pairs=0,
@@ -238,7 +238,3 @@ def _finite(x: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
 def _log(total: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
     """log, whose gradient at 0 is 0."""
     return jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
-
-
-def _flat(x: Num[Array, "b L *rest"]) -> Num[Array, "bL *rest"]:
-    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])

@@ -112,8 +112,7 @@ def aamoe_layers(config: ModelConfig) -> tuple[int, ...]:
     Raises:
       ConfigError: there is none, so that no token has a budget.
     """
-    stack = config.pattern * (config.num_layers // len(config.pattern))
-    found = tuple(layer for layer, name in enumerate(stack) if name == "aamoe")
+    found = config.layers_of("aamoe")
     if not found:
         raise ConfigError(f"ModelConfig.pattern = {config.pattern!r}: no AA-MoE layer, so no budget to inspect")
     return found

@@ -116,7 +116,7 @@ def causal_budget(config: ModelConfig) -> BudgetMode:
 def budget_modes(config: ModelConfig) -> tuple[BudgetMode, ...]:
     """All budgets that a model can be evaluated under, the row's first: none without an AA-MoE layer, the predictor's
     only where one was trained."""
-    if "aamoe" not in config.pattern:
+    if not config.layers_of("aamoe"):
         return ()
     trained_on_row = config.aamoe.budget.normalizer == "row"
     return ("row", "predictor_uncapped", "predictor", "prefix") if trained_on_row else ("row", "prefix")
@@ -197,7 +197,7 @@ class Evaluator:
             raise ConfigError("evaluation: there is nothing to predict in this split; prepare a larger dataset")
         rows, length = batches[0]["tokens"].shape
         return Evaluation(
-            budget=self._budget if "aamoe" in self._config.pattern else None,
+            budget=self._budget if self._config.layers_of("aamoe") else None,
             budget_scale=budget_scale,
             nll=float(nll.sum()),
             tokens=int(count.sum()),

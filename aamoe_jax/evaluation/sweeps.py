@@ -125,7 +125,7 @@ def _at_length(
     factor: float,
 ) -> dict[Fixed, Evaluation]:
     """One length under beta and under B; at the training length they are one."""
-    scales: dict[Fixed, float] = {"beta": 1.0, "B": 1.0 / factor} if "aamoe" in config.pattern else {"none": 1.0}
+    scales: dict[Fixed, float] = {"beta": 1.0, "B": 1.0 / factor} if config.layers_of("aamoe") else {"none": 1.0}
     evaluator = Evaluator(graphdef, config, budget=budget, max_budget_scale=max(scales.values()))
     found = {
         scale: evaluator.probed(params, batches, byte_lengths, budget_scale=scale) for scale in set(scales.values())

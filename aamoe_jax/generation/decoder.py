@@ -59,7 +59,7 @@ class Plan:
         if self.budget == "row":
             raise ConfigError("budget = 'row': row budgets see the future; sampling needs 'prefix' or 'predictor'")
         trained = self.config.aamoe.budget.normalizer
-        if self.budget.startswith("predictor") and "aamoe" in self.config.pattern and trained != "row":
+        if self.budget.startswith("predictor") and self.config.layers_of("aamoe") and trained != "row":
             raise ConfigError(
                 f"budget = {self.budget!r}: this model has no budget predictor; it has its own causal budgets, 'prefix'"
             )
@@ -102,7 +102,7 @@ class Decoder:
         """
         self.plan = Plan(config, causal_budget(config) if budget is None else budget, max_budget_scale, length)
         ends = {name: part for name, part in params.items() if name != "periods"}
-        count = config.num_layers // len(config.pattern)
+        count = config.periods
         periods = [jax.tree.map(lambda x, p=p: x[p], params["periods"]) for p in range(count)]
         self.params = jax.tree.map(jnp.asarray, Parameters(ends, periods))
 

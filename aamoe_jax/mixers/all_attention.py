@@ -11,7 +11,9 @@ from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads, split_heads
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
-from aamoe_jax.shards import RESOURCE, TENSOR
+from aamoe_jax.mixers.family import Form
+from aamoe_jax.mixers.parts import Part
+from aamoe_jax.shards import RESOURCE
 
 Heads = Float[Array, "b _ H k"]
 
@@ -36,7 +38,7 @@ def joint_attention(
     return from_context + jnp.einsum("bhin,nhk->bihk", weights[..., length:], memory_value)
 
 
-class AllAttentionLayer(nnx.Module):
+class AllAttention(Part):
     """MHA over the context and `ff_width` persistent vectors; it replaces the feed-forward.
 
     Queries meet the memory un-rotated, so that its scores do not depend on the absolute position (decision 10).
@@ -53,16 +55,23 @@ class AllAttentionLayer(nnx.Module):
         self.memory_values = nnx.Param(jax.random.normal(rngs.params(), shape), axes=axes)
         self.config = config
 
+    @staticmethod
+    def form() -> Form:
+        """The instance of the family."""
+        return Form(
+            "earlier tokens and `d_ff` rows", "q . k / sqrt(k)", "all", "one softmax", "x W^V and rows, then W^O"
+        )
+
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         shards = context.shards
-        query, turned, key, value = self._rotated(shards.gather(h, TENSOR), context)
+        query, turned, key, value = self._rotated(h, context)
         key, value = (shards.gather(x, RESOURCE) for x in (key, value))
         mask = shards.part(causal_mask(context.segment_ids), RESOURCE)
         heads = joint_attention(turned, key, value, query, *self._memory(h.dtype), mask)
-        return shards.scatter_sum(self.output(merge_heads(heads)), TENSOR), {}
+        return self.output(merge_heads(heads)), {}
 
     def empty_cache(self, rows: int, length: int) -> KeyValueCache:
-        """Room for `length` tokens in every row; the memory needs none."""
+        # The memory needs no room.
         return empty_cache(self.config, rows, length)
 
     def fill(self, h: Float[Array, "b L d"], context: Context, cache: KeyValueCache) -> KeyValueCache:

@@ -1,6 +1,7 @@
 """Keys and values of all tokens so far: what dense attention remembers.
 
-Shapes: b rows, N tokens that there is room for, L tokens, H heads, G = b H, k = d / H.
+Shapes: b rows, N tokens that there is room for, L tokens, H heads, K heads of keys and values, G = b K,
+k = d / H.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class KeyValueCache(NamedTuple):
     value: Float[Array, "G k N"]
 
     def write(
-        self, positions: Int[Array, "b 1"], key: Float[Array, "b 1 H k"], value: Float[Array, "b 1 H k"]
+        self, positions: Int[Array, "b 1"], key: Float[Array, "b 1 K k"], value: Float[Array, "b 1 K k"]
     ) -> KeyValueCache:
         """With one more token in every row, at its own position."""
         heads = key.shape[2]
@@ -35,7 +36,7 @@ class KeyValueCache(NamedTuple):
             self.value.at[row[:, None], size, position[:, None]].set(flat_heads(value)[:, 0]),
         )
 
-    def fill(self, key: Float[Array, "b L H k"], value: Float[Array, "b L H k"]) -> KeyValueCache:
+    def fill(self, key: Float[Array, "b L K k"], value: Float[Array, "b L K k"]) -> KeyValueCache:
         """With the first L tokens of every row."""
         length = key.shape[1]
         return KeyValueCache(
@@ -46,23 +47,25 @@ class KeyValueCache(NamedTuple):
     def scores(self, query: Float[Array, "b 1 H k"], positions: Int[Array, "b 1"]) -> Float[Array, "b H N"]:
         """q . k / sqrt(k) in float32 for the tokens that one at `positions` sees, -inf for the others."""
         rows, _, heads, size = query.shape
-        scores = jnp.einsum("gk,gnk->gn", flat_heads(query)[:, 0], self.key, preferred_element_type=jnp.float32)
+        grouped = query.reshape(self.key.shape[0], -1, size)
+        scores = jnp.einsum("ghk,gnk->ghn", grouped, self.key, preferred_element_type=jnp.float32)
         scores = size**-0.5 * scores.reshape(rows, heads, -1)
         return jnp.where(jnp.arange(scores.shape[-1]) <= positions[..., None], scores, -jnp.inf)
 
     def mix(self, weights: Float[Array, "b H N"]) -> Float[Array, "b 1 H k"]:
         """The values, weighted."""
         rows, heads, length = weights.shape
-        mixed = jnp.einsum("gn,gkn->gk", weights.reshape(-1, length).astype(self.value.dtype), self.value)
+        grouped = weights.reshape(self.key.shape[0], -1, length).astype(self.value.dtype)
+        mixed = jnp.einsum("ghn,gkn->ghk", grouped, self.value)
         return mixed.reshape(rows, 1, heads, -1)
 
 
-def flat_heads(x: Float[Array, "b L H k"]) -> Float[Array, "G L k"]:
+def flat_heads(x: Float[Array, "b L K k"]) -> Float[Array, "G L k"]:
     """Rows and heads as one axis."""
     return x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])
 
 
 def empty_cache(config: ModelConfig, rows: int, length: int) -> KeyValueCache:
     """Room for `length` tokens in every row."""
-    heads, size = rows * config.num_heads, config.head_dim
+    heads, size = rows * config.kv_heads, config.head_dim
     return KeyValueCache(jnp.zeros((heads, length, size), config.dtype), jnp.zeros((heads, size, length), config.dtype))

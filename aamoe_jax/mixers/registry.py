@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
+from typing import get_args
+
 from flax import nnx
 
 from aamoe_jax.aamoe.layer import AAMoELayer
 from aamoe_jax.config import MixerName, ModelConfig
-from aamoe_jax.mixers.all_attention import AllAttentionLayer
-from aamoe_jax.mixers.parallel import ParallelLayer
+from aamoe_jax.mixers.all_attention import AllAttention
+from aamoe_jax.mixers.attention import CausalAttention
+from aamoe_jax.mixers.feed_forward import FeedForward
+from aamoe_jax.mixers.parts import Part, SideBySide
 
-MIXERS: dict[MixerName, type[nnx.Module]] = {
-    "aamoe": AAMoELayer,
-    "parallel": ParallelLayer,
-    "all_attention": AllAttentionLayer,
+PARTS: Mapping[MixerName, Mapping[str, Callable[..., Part]]] = {
+    # The parallel transformer layer (eq 1).
+    "parallel": {"attention": CausalAttention, "feed_forward": FeedForward},
+    "all_attention": {"attention": AllAttention},
+    "attention": {"attention": CausalAttention},
+    "local_attention": {"attention": functools.partial(CausalAttention, selector="window")},
+    "strided_attention": {"attention": functools.partial(CausalAttention, selector="strided")},
+    "sink_attention": {"attention": functools.partial(CausalAttention, selector="sinks")},
+    "feed_forward": {"feed_forward": FeedForward},
 }
+"""The parts that stand side by side in each mixer; `aamoe` alone is a mixer of its own making."""
+
+MIXERS: tuple[MixerName, ...] = get_args(MixerName)
 
 
 def build_mixer(name: MixerName, config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
     """The mixer called `name`."""
-    return MIXERS[name](config, rngs=rngs)
+    return AAMoELayer(config, rngs=rngs) if name == "aamoe" else SideBySide(PARTS[name], config, rngs=rngs)

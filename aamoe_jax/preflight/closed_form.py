@@ -43,8 +43,8 @@ def step_flops(config: ExperimentConfig, tokens: int, mode: Mode) -> float:
 def pairs_per_token(config: ModelConfig) -> float:
     """Resources that a token can pay for, in all AA-MoE layers together."""
     most = config.aamoe.max_resources
-    share = config.pattern.count("aamoe") / len(config.pattern)
-    return share * sum(beta if most is None else min(beta, most) for beta in config.betas)
+    betas = [config.betas[layer] for layer in config.layers_of("aamoe")]
+    return sum(beta if most is None else min(beta, most) for beta in betas)
 
 
 def kernel_work(

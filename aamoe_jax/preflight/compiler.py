@@ -6,19 +6,15 @@ process of its own, started by `program.py` with a request on its standard input
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import pickle
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import serialize_executable, topologies
 
@@ -27,7 +23,7 @@ from aamoe_jax.cost import parameter_count
 from aamoe_jax.preflight.hardware import Slice
 from aamoe_jax.preflight.summary import Mode
 from aamoe_jax.training.evaluation import CAUSAL
-from aamoe_jax.training.loop import BATCH_FIELDS
+from aamoe_jax.training.loop import abstract_batch, lower_step
 from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.state import abstract_state, place
 from aamoe_jax.training.step import make_eval_step, make_train_step
@@ -69,15 +65,14 @@ def trace(config: ExperimentConfig, mode: Mode, devices: list[Any]) -> tuple[jax
     graphdef, like = abstract_state(config.model, optimizer, placement)
     byte_lengths = np.ones(config.model.vocab_size, np.int32)  # the program is the same for every tokenizer
     rows = training.batch_size if mode == "train" else training.batch_size // training.accumulate
-    shape = jax.ShapeDtypeStruct((rows, config.data.seq_len), jnp.int32, sharding=placement.batch)
-    batch = dict.fromkeys(BATCH_FIELDS, shape)
     if mode == "train":
         step = make_train_step(config, graphdef, optimizer, byte_lengths, placement)
-        out = jax.tree.map(lambda leaf: leaf.sharding, like), placement.replicated
-        lowered = jax.jit(step, donate_argnums=0, out_shardings=out).lower(like, batch)
+        lowered = lower_step(step, like, config, placement)
     else:
+        shape = (rows, config.data.seq_len)
         budget = CAUSAL[config.model.aamoe.budget.normalizer]
-        lowered = jax.jit(make_eval_step(graphdef, budget, byte_lengths, placement)).lower(like.params, batch)
+        step = make_eval_step(graphdef, budget, byte_lengths, placement)
+        lowered = jax.jit(step).lower(like.params, abstract_batch(shape, placement))
     mesh = placement.mesh
     places = [place_of(device) for device in mesh.devices.flat]
     return lowered, Traced(dict(mesh.shape), places, parameter_count(like.params), rows * config.data.seq_len)
@@ -102,20 +97,13 @@ def compile_step(lowered: jax.stages.Lowered, notes: Path, save: Path | None) ->
     return Outcome(code, float(compiled.cost_analysis()["flops"]))
 
 
-@contextlib.contextmanager
-def _as_on(chip: str) -> Iterator[None]:
-    """Code traced within makes the choices that it would make on the chip, inside of `jax.shard_map`."""
-    with chips.assume(chip), mock.patch.object(chips, "kernels_by_default", return_value=True):
-        yield
-
-
 def main() -> int:
     request = json.loads(sys.stdin.read())
     config, topology = from_dict(ExperimentConfig, request["config"]), request["topology"]
     devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     start = time.perf_counter()
     try:
-        with _as_on(Slice.parse(topology).chip):
+        with chips.assume(Slice.parse(topology).chip):
             lowered, traced = trace(config, request["mode"], devices)
     except ConfigError as error:
         print(json.dumps({"refused": str(error)}), flush=True)

@@ -172,7 +172,7 @@ def advice(summary: Summary, config: ExperimentConfig) -> list[str]:
 
 def _kept_by_layers(buffer: Buffer, config: ExperimentConfig) -> bool:
     """Whether it holds a value of every period of the stack, for the backward pass."""
-    periods = config.model.num_layers // len(config.model.pattern)
+    periods = config.model.periods
     return buffer.kind == "temporary" and re.search(rf"\[{periods},", buffer.shape) is not None
 
 

@@ -29,7 +29,7 @@ class Validation:
         self, config: ExperimentConfig, graphdef: nnx.GraphDef, byte_lengths: Int[np.ndarray, "V"], placement: Placement
     ):
         trained = config.model.aamoe.budget.normalizer
-        budgets = dict.fromkeys((CAUSAL[trained], trained) if "aamoe" in config.model.pattern else (CAUSAL[trained],))
+        budgets = dict.fromkeys((CAUSAL[trained], trained) if config.model.layers_of("aamoe") else (CAUSAL[trained],))
         self._steps = [jax.jit(make_eval_step(graphdef, budget, byte_lengths, placement)) for budget in budgets]
         self._compiled: list[Any] = []
         self._rows = rows = config.training.batch_size // config.training.accumulate

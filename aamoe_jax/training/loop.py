@@ -233,16 +233,27 @@ def compile_step(
 ) -> TrainStep:
     """The step as one executable. It takes these shapes and no others, so it cannot be compiled again by accident."""
     start = time.perf_counter()
-    shape = (config.training.batch_size, config.data.seq_len)
-    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.batch) for name in BATCH_FIELDS}
-    jitted = jax.jit(
-        step, donate_argnums=0, out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, like), placement.replicated)
-    )
-    compiled = jitted.lower(like, batch).compile()
+    compiled = lower_step(step, like, config, placement).compile()
     distributed.wait_for_all("compiled")  # the first collective has less patience with slow compilers (Gloo: 30 s)
     progress.say(f"compiled in {time.perf_counter() - start:.1f} s")
     progress.restart_clock()
     return compiled
+
+
+def lower_step(step: TrainStep, like: TrainState, config: ExperimentConfig, placement: Placement) -> jax.stages.Lowered:
+    """The step for its shapes, ready to be compiled for the devices of the placement, which need not be there.
+
+    Args:
+      like: the state as shapes with shardings.
+    """
+    out = jax.tree.map(lambda leaf: leaf.sharding, like), placement.replicated
+    batch = abstract_batch((config.training.batch_size, config.data.seq_len), placement)
+    return jax.jit(step, donate_argnums=0, out_shardings=out).lower(like, batch)
+
+
+def abstract_batch(shape: tuple[int, int], placement: Placement) -> dict[str, jax.ShapeDtypeStruct]:
+    """A batch of (rows, tokens) as shapes with shardings."""
+    return dict.fromkeys(BATCH_FIELDS, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.batch))
 
 
 def _reason(step: int, values: Metrics) -> str:

@@ -104,7 +104,7 @@ def initial_state(
     config: ModelConfig, optimizer: optax.GradientTransformation, seed: int, placement: Placement
 ) -> TrainState:
     """The state before the first step, on its devices."""
-    shardings = state_shardings(config, optimizer, placement)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(config, optimizer, placement)[1])
     return jax.jit(build_state, static_argnums=(0, 1, 2), out_shardings=shardings)(config, optimizer, seed)
 
 
@@ -113,7 +113,7 @@ def abstract_state(
 ) -> tuple[nnx.GraphDef, TrainState]:
     """The structure of the model, and the state as shapes with shardings: nothing is computed."""
     shapes = jax.eval_shape(lambda: build_state(config, optimizer, 0))
-    shardings = state_shardings(config, optimizer, placement)
+    shardings = _shardings(shapes, optimizer, placement)
     like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
     return structure(config), like
 
@@ -128,9 +128,8 @@ def abstract_params(config: ModelConfig, placement: Placement) -> dict[str, Any]
     return jax.tree.map(at, shapes, placement.params)
 
 
-def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation, placement: Placement) -> TrainState:
+def _shardings(shapes: TrainState, optimizer: optax.GradientTransformation, placement: Placement) -> TrainState:
     """Where every array of the state lies: the optimizer's beside the parameters that they are of."""
-    shapes = jax.eval_shape(lambda: build_state(config, optimizer, 0))
     params = jax.tree.map(lambda spec: NamedSharding(placement.mesh, spec), placement.params)
     at = placement.replicated
     beside = optax.tree.map_params(

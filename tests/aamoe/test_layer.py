@@ -10,8 +10,8 @@ from flax import nnx
 
 from aamoe_jax.layers import merge_heads, rotate_heads
 from aamoe_jax.mixers.all_attention import joint_attention
+from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.base import Context, causal_mask
-from aamoe_jax.mixers.parallel import CausalAttention
 from tests.aamoe.helpers import HEADS, D, E, M, apply, context_of, gradients, inputs, layer_of, model_config
 from tests.aamoe.test_router import turn
 from tests.compiling import AS_USERS_DO
@@ -152,7 +152,7 @@ def test_without_experts_and_bounds_it_is_causal_attention():
     dense = CausalAttention(config, rngs=nnx.Rngs(7))
     dense.qkv, dense.output = layer.qkv, layer.output
     h, context = inputs(2, 4 * M + 5), context_of(config, 2, 4 * M + 5)
-    np.testing.assert_allclose(apply(layer, h, context)[0], dense(h, context), atol=1e-5)
+    np.testing.assert_allclose(apply(layer, h, context)[0], dense(h, context)[0], atol=1e-5)
 
 
 def test_without_context_and_bounds_it_is_a_persistent_memory_feed_forward():

@@ -14,7 +14,7 @@ from flax import nnx
 from aamoe_jax import cost
 from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig
 from aamoe_jax.mixers.base import Context
-from aamoe_jax.mixers.parallel import ParallelLayer
+from aamoe_jax.mixers.registry import build_mixer
 from benchmarks import report
 from benchmarks.cases import Case
 from benchmarks.dense import CANDIDATES, flash, over_rows, query_blocks, triangle
@@ -52,7 +52,7 @@ class TestDense:
         case = Case(name, CONFIG, LENGTH, 1.0)
         arguments = params, h, cotangent, _ = case.arguments()
         output, got, statistics = jax.jit(case.step())(*arguments)
-        graphdef = nnx.graphdef(nnx.eval_shape(lambda: ParallelLayer(CONFIG, rngs=nnx.Rngs(0))))
+        graphdef = nnx.graphdef(nnx.eval_shape(lambda: build_mixer("parallel", CONFIG, rngs=nnx.Rngs(0))))
         context = Context.of_rows(CONFIG, 1, LENGTH)
 
         @jax.jit

@@ -119,7 +119,7 @@ class TestUnknownNames:
         assert f"--gin_param {binding!r}: {complaint}" in refusal([], [binding])
 
     def test_a_name_like_nothing_else_lists_the_rooms(self):
-        assert "there are AAMoEConfig, BudgetConfig, DataConfig" in refusal([], ["Zzz.qqq = 1"])
+        assert "there are AAMoEConfig, AttentionConfig, BudgetConfig, DataConfig" in refusal([], ["Zzz.qqq = 1"])
 
     def test_in_a_block(self, write):
         assert refusal([write("ModelConfig:\n    d_model = 64\n    d_hidden = 3\n")], []).startswith("run.gin:3: ")
@@ -157,7 +157,7 @@ class TestTypes:
             ("ModelConfig.d_model = None", "ModelConfig.d_model = None: expected int"),
             ("ModelConfig.norm = 'rsm'", "ModelConfig.norm = 'rsm': expected 'rms' | 'layer'; did you mean 'rms'?"),
             ("ModelConfig.d_ff = '64'", "ModelConfig.d_ff = '64': expected int | None"),
-            ("ModelConfig.pattern = ('aamoe')", "'all_attention', ...]; did you mean ('aamoe',)?"),
+            ("ModelConfig.pattern = ('aamoe')", "expected tuple[str, ...]; did you mean ('aamoe',)?"),
             ("DataConfig.mixture = (('code',),)", "expected tuple[tuple[str, float], ...]"),
             ("BudgetConfig.beta = '8'", "BudgetConfig.beta = '8': expected float | tuple[float, ...]"),
             ("OptimizerConfig.learning_rate = True", "OptimizerConfig.learning_rate = True: expected float"),
@@ -292,6 +292,7 @@ def test_rooms_are_found_by_walking_the_schema():
         "ModelConfig",
         "AAMoEConfig",
         "BudgetConfig",
+        "AttentionConfig",
         "DataConfig",
         "OptimizerConfig",
         "TrainingConfig",

@@ -20,7 +20,9 @@ from aamoe_jax.config import (
     ModelConfig,
     TrainingConfig,
 )
-from aamoe_jax.sharding import AXES, ShardingRules, make_mesh, parameter_specs, require_divisible
+from aamoe_jax.mixers.registry import MIXERS
+from aamoe_jax.sharding import ShardingRules, make_mesh, parameter_specs, require_divisible
+from aamoe_jax.shards import AXES
 from aamoe_jax.training.state import place
 
 GOLDEN = Path(__file__).parent / "golden" / "parameters.json"
@@ -31,8 +33,7 @@ def everything() -> ModelConfig:
     """A model with every parameter that there is."""
     budget = BudgetConfig(normalizer="row")
     aamoe = AAMoEConfig(chunk_size=8, num_experts=4, null_slot="learned", budget=budget)
-    pattern = ("aamoe", "parallel", "all_attention")
-    return ModelConfig(d_model=32, num_heads=4, num_layers=3, pattern=pattern, aamoe=aamoe)
+    return ModelConfig(d_model=32, num_heads=4, num_layers=1, pattern=("+".join(MIXERS),), aamoe=aamoe)
 
 
 def placed() -> dict[str, list]:

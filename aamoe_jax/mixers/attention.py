@@ -1,0 +1,78 @@
+"""Multi-head attention over earlier tokens: all, or those that a static selector keeps (eq 1; UNI-02, UNI-08)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from aamoe_jax.config import ModelConfig, Selector
+from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads
+from aamoe_jax.mixers.base import Context, Statistics, causal_mask
+from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
+from aamoe_jax.mixers.family import Form, selected
+from aamoe_jax.mixers.parts import Part
+from aamoe_jax.shards import RESOURCE
+
+_KEPT = {
+    "all": "all",
+    "window": "the last `window` tokens",
+    "strided": "the last `stride` tokens, and every `stride`-th before",
+    "sinks": "the last `window` tokens, and the first `sinks` of the document",
+}
+
+
+class CausalAttention(Part):
+    """softmax(q K^T / sqrt(k)) V over the token's own document, and W^O over all heads."""
+
+    def __init__(self, config: ModelConfig, selector: Selector = "all", *, rngs: nnx.Rngs):
+        self.qkv = QueryKeyValue(config, rngs=rngs)
+        self.output = Projection(
+            config.d_model, config.d_model, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config)
+        )
+        self.config = config
+        self.selector: Selector = selector
+
+    @staticmethod
+    def form(selector: Selector = "all") -> Form:
+        """The instance of the family."""
+        return Form("earlier tokens", "q . k / sqrt(k)", _KEPT[selector], "softmax over the kept", "x W^V, then W^O")
+
+    def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
+        query, key, value = self._rotated(h, context)
+        key, value = (context.shards.gather(x, RESOURCE) for x in (key, value))
+        mask = context.shards.part(self._visible(context), RESOURCE)
+        heads = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
+        return self.output(merge_heads(heads)), {}
+
+    def empty_cache(self, rows: int, length: int) -> KeyValueCache:
+        return empty_cache(self.config, rows, length)
+
+    def fill(self, h: Float[Array, "b L d"], context: Context, cache: KeyValueCache) -> KeyValueCache:
+        """The cache after a prompt."""
+        _, key, value = self._rotated(h, context)
+        return cache.fill(key, value)
+
+    def decode(
+        self, h: Float[Array, "b 1 d"], context: Context, cache: KeyValueCache
+    ) -> tuple[Float[Array, "b 1 d"], KeyValueCache]:
+        """One more token in every row."""
+        query, key, value = self._rotated(h, context)
+        cache = cache.write(context.positions, key, value)
+        scores, earlier = cache.scores(query, context.positions), jnp.arange(cache.key.shape[1])
+        keeps = selected(self.selector, self.config.attention, context.positions - earlier, earlier)
+        weights = jax.nn.softmax(jnp.where(keeps[:, None], scores, -jnp.inf), axis=-1)
+        return self.output(merge_heads(cache.mix(weights))), cache
+
+    def _visible(self, context: Context) -> Bool[Array, "b L L"]:
+        token = jnp.arange(context.positions.shape[1])
+        distance, position = token[:, None] - token, context.positions[:, None, :]
+        return causal_mask(context.segment_ids) & selected(self.selector, self.config.attention, distance, position)
+
+    def _rotated(
+        self, h: Float[Array, "b L d"], context: Context
+    ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
+        query, key, value = self.qkv.grouped(h)
+        turn = context.turns(self.config).heads_here(context.shards)
+        return rotate_heads(query, turn), rotate_heads(key, turn), value

@@ -1,0 +1,60 @@
+"""y = sum_j f_j(x) g_j(x): what attention, experts and all their kin have in common (UNI-01, UNI-06, UNI-07).
+
+Candidates are what a token may draw from; scores compare it with them; selection keeps some of these; coefficients f
+are made of the scores of what was kept; values g are what is summed. Every mixer says in its `Form` what its five are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from aamoe_jax.config import AttentionConfig, Selector
+
+
+class Form(NamedTuple):
+    """A mixer as an instance of the family, in words: what the table of mixers prints."""
+
+    candidates: str
+    scores: str
+    selection: str
+    coefficients: str
+    values: str
+
+
+def weighted_sum(weights: Float[Array, "*b q n"], values: Float[Array, "*b n k"]) -> Float[Array, "*b q k"]:
+    """sum_j f_j g_j, in the type of the values."""
+    return weights.astype(values.dtype) @ values
+
+
+def softmax_selected(scores: Float[Array, "*b n"], chosen: Bool[Array, "*b n"]) -> Float[Array, "*b n"]:
+    """Coefficients that add up to 1 over what was chosen, in float32; all 0 where nothing was (UNI-03, eq 5)."""
+    scores = jnp.where(chosen, scores.astype(jnp.float32), -jnp.inf)
+    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0))
+    total = weights.sum(-1, keepdims=True)
+    return weights / jnp.where(total > 0, total, 1)
+
+
+def selected(
+    selector: Selector, config: AttentionConfig, distance: Int[Array, "*#b"], position: Int[Array, "*#b"]
+) -> Bool[Array, "*b"]:
+    """Which earlier tokens a static selector keeps: a router whose priorities are positions (UNI-08).
+
+    Args:
+      distance: from the token to the earlier one, at least 0.
+      position: of the earlier one in its document.
+    """
+    match selector:
+        case "all":
+            return jnp.broadcast_to(True, jnp.broadcast_shapes(distance.shape, position.shape))
+        case "window":  # Longformer
+            keeps = distance < config.window
+        case "strided":  # Sparse Transformer
+            keeps = (distance < config.stride) | (distance % config.stride == 0)
+        case "sinks":  # StreamingLLM
+            keeps = (distance < config.window) | (position < config.sinks)
+    return jnp.broadcast_to(keeps, jnp.broadcast_shapes(distance.shape, position.shape))

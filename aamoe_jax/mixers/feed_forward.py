@@ -1,0 +1,31 @@
+"""Feed-forwards: a sum over hidden units, the same for every token (eq 1, AA-02)."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from aamoe_jax.config import ModelConfig
+from aamoe_jax.layers import Projection, residual_gain
+from aamoe_jax.mixers.base import Context, Statistics
+from aamoe_jax.mixers.family import Form
+from aamoe_jax.mixers.parts import Part
+
+
+class FeedForward(Part):
+    """FF(x) = V ReLU(x K) with K, V of d x d_ff and no bias."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.key = Projection(config.d_model, config.ff_width, axes=("storage", "heads"), rngs=rngs)
+        self.value = Projection(
+            config.ff_width, config.d_model, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config)
+        )
+
+    @staticmethod
+    def form() -> Form:
+        """The instance of the family."""
+        return Form("hidden units", "x . k", "those with x . k > 0", "ReLU", "rows of V")
+
+    def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
+        return self.value(jax.nn.relu(self.key(h))), {}

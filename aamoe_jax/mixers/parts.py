@@ -1,0 +1,64 @@
+"""Parts: what stands side by side on one normed input, and is summed (eq 1).
+
+A part sees the tokens of its whole `tensor` group, for its own heads or hidden units alone, and returns its share of
+the sum. So the maths of a part knows nothing of `tensor`, and all parts of a layer move their tokens once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from aamoe_jax.config import ModelConfig
+from aamoe_jax.mixers.base import Cache, Context, Statistics
+from aamoe_jax.shards import TENSOR
+
+
+class Part(nnx.Module):
+    """A part that looks at every token alone, unless it says otherwise: it has no cache."""
+
+    def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
+        raise NotImplementedError
+
+    def empty_cache(self, rows: int, length: int) -> Cache:
+        """Room for `length` tokens in every row."""
+        return ()
+
+    def fill(self, h: Float[Array, "b L d"], context: Context, cache: Cache) -> Cache:
+        """The cache after a prompt."""
+        return cache
+
+    def decode(self, h: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
+        """One more token in every row."""
+        return self(h, context)[0], cache
+
+
+class SideBySide(nnx.Module):
+    """The mixer that is the sum of its parts."""
+
+    def __init__(self, parts: Mapping[str, Callable[..., Part]], config: ModelConfig, *, rngs: nnx.Rngs):
+        self.parts = nnx.Dict({name: make(config, rngs=rngs) for name, make in parts.items()})
+
+    def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
+        h = context.shards.gather(h, TENSOR)
+        outputs, statistics = zip(*(part(h, context) for part in self.parts.values()), strict=True)
+        together: Statistics = {name: value for found in statistics for name, value in found.items()}
+        return context.shards.scatter_sum(sum(outputs), TENSOR), together
+
+    def empty_cache(self, rows: int, length: int) -> dict[str, Any]:
+        """The caches of all parts."""
+        return {name: part.empty_cache(rows, length) for name, part in self.parts.items()}
+
+    def fill(self, h: Float[Array, "b L d"], context: Context, cache: dict[str, Any]) -> dict[str, Any]:
+        """The caches after a prompt."""
+        return {name: part.fill(h, context, cache[name]) for name, part in self.parts.items()}
+
+    def decode(
+        self, h: Float[Array, "b 1 d"], context: Context, cache: dict[str, Any]
+    ) -> tuple[Float[Array, "b 1 d"], dict[str, Any]]:
+        """One more token in every row."""
+        found = {name: part.decode(h, context, cache[name]) for name, part in self.parts.items()}
+        return sum(output for output, _ in found.values()), {name: after for name, (_, after) in found.items()}

@@ -1,0 +1,1 @@
+"""Mixers against their definitions."""

@@ -1,0 +1,78 @@
+"""Every mixer against its definition in NumPy, and its gradients against differences of it.
+
+That no mixer sees the future is tested in tests/evaluation/test_causality.py, that it decodes as it was trained in
+tests/generation/test_decoder.py, and on meshes in tests/sharding/test_meshes.py: each for all mixers by name.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from aamoe_jax.config import AttentionConfig, ModelConfig
+from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.registry import PARTS, build_mixer
+from tests.mixers import oracle_attention
+from tests.mixers.rows import two_rows
+
+LENGTH = 11
+ROWS = two_rows(LENGTH)
+CONFIG = ModelConfig(
+    d_model=16, num_heads=4, num_layers=2, d_ff=24, attention=AttentionConfig(window=3, stride=4, sinks=2)
+)
+GROUPED = ModelConfig(d_model=16, num_heads=4, num_kv_heads=2, num_layers=2, d_ff=24, qk_norm="none")
+ORACLES = oracle_attention.ORACLES
+
+
+@functools.cache
+def case(name: str, config: ModelConfig):
+    """A mixer with random parameters, and a random input: (apply, parameters, h)."""
+    mixer = build_mixer(name, config, rngs=nnx.Rngs(3))
+    graphdef, state = nnx.split(mixer)
+    noise = jax.random.normal(jax.random.key(5), (2, LENGTH, config.d_model))
+    params = nnx.to_pure_dict(state)
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    # Scales of norms start at 1, gates at 0: moved, so that no gradient is 0 by where it starts.
+    leaves = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    context = Context(jnp.asarray(ROWS.segment_ids), jnp.asarray(ROWS.positions), "prefix", 1.0)
+
+    def apply(params, h):
+        return nnx.merge(graphdef, nnx.State(params))(h, context)[0]
+
+    return apply, jax.tree.unflatten(structure, leaves), noise
+
+
+def float64(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+@pytest.mark.parametrize("config", [CONFIG, GROUPED], ids=["plain", "grouped"])
+@pytest.mark.parametrize("name", sorted(PARTS))
+def test_it_is_its_definition(name, config):
+    if name == "all_attention" and config is GROUPED:
+        config = CONFIG  # its memory has all heads
+    apply, params, h = case(name, config)
+    wanted = ORACLES[name](float64(params), float64(h), ROWS, config)
+    np.testing.assert_allclose(jax.jit(apply)(params, h), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(PARTS))
+def test_its_gradients_are_differences_of_its_definition(name):
+    """Along a random direction of all parameters and the input at once, and along each parameter alone."""
+    apply, params, h = case(name, CONFIG)
+    at = float64((params, h))
+    oracle = lambda params, h: (ORACLES[name](params, h, ROWS, CONFIG) ** 2).sum()  # noqa: E731
+    found = jax.jit(jax.grad(lambda params, h: (apply(params, h) ** 2).sum(), argnums=(0, 1)))(params, h)
+    leaves, structure = jax.tree.flatten(at)
+    random = np.random.default_rng(0)
+    directions = [random.normal(size=leaf.shape) for leaf in leaves]
+    for chosen in [range(len(leaves)), *([index] for index in range(len(leaves)))]:
+        step = [1e-5 * d if index in chosen else 0 * d for index, d in enumerate(directions)]
+        ends = (jax.tree.unflatten(structure, [x + s * y for x, y in zip(leaves, step, strict=True)]) for s in (1, -1))
+        higher, lower = (oracle(*end) for end in ends)
+        slope = sum((g * d).sum() for g, d in zip(float64(jax.tree.leaves(found)), step, strict=True)) / 1e-5
+        assert slope == pytest.approx((higher - lower) / 2e-5, rel=1e-4, abs=1e-4), chosen
