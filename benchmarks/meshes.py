@@ -29,7 +29,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
-from aamoe_jax.config import ConfigError, ExperimentConfig, MeshConfig
+from aamoe_jax.config import ConfigError, ExperimentConfig, MeshConfig, ModelConfig
 from aamoe_jax.model import LanguageModel, split, structure
 from aamoe_jax.preflight import collectives, hlo
 from aamoe_jax.shards import AXES
@@ -78,7 +78,7 @@ class Row:
     overflow: float
     """Pairs dropped, of all layers."""
     collectives: dict[str, tuple[int, float]]
-    """`kind axes` -> (how often, bytes that one device sends) in one step."""
+    """See `sent_by`."""
 
 
 def factorizations(devices: int) -> list[tuple[int, ...]]:
@@ -102,19 +102,22 @@ def random_batch(config: ExperimentConfig) -> Batch:
     return {name: x.astype(np.int32) for name, x in zip(BATCH_FIELDS, batch, strict=True)}
 
 
-def random_params(config: ExperimentConfig) -> Gradients:
+@functools.cache
+def random_params(config: ModelConfig) -> Gradients:
     """Initial parameters, and something in those that start at zero: budgets are to differ."""
 
     def build(key: jax.Array) -> Gradients:
-        return split(LanguageModel(config.model, rngs=nnx.Rngs(key)))[1]
+        return split(LanguageModel(config, rngs=nnx.Rngs(key)))[1]
 
     params = jax.jit(build)(jax.random.key(0))
     noise = np.random.default_rng(1)
     return jax.tree.map(lambda x: np.asarray(x) if np.any(x) else noise.normal(size=x.shape).astype(x.dtype), params)
 
 
-def gradients_on(config: ExperimentConfig, devices: Sequence[jax.Device]) -> tuple[Gradients, Gradients, str]:
-    """(gradients, metrics, the compiled program's text) of one random batch."""
+def compiled_on(
+    config: ExperimentConfig, devices: Sequence[jax.Device]
+) -> tuple[jax.stages.Compiled, tuple[Gradients, dict[str, jax.Array]]]:
+    """The program that makes gradients and metrics, and what it is called with: one random batch."""
     placement = place(config, devices)
     compute: Callable = functools.partial(
         gradients_and_metrics,
@@ -127,20 +130,39 @@ def gradients_on(config: ExperimentConfig, devices: Sequence[jax.Device]) -> tup
     index, count = placement.shard(config.training.batch_size)
     rows = {name: np.split(x, count)[index] for name, x in random_batch(config).items()}
     batch = placement.put(rows, config.training.batch_size)
-    params = placement.put_params(random_params(config))
-    compiled = step.lower(params, batch).compile()
-    gradients, metrics = compiled(params, batch)
-    return jax.tree.map(_whole, gradients), jax.device_get(metrics), compiled.as_text()
+    params = placement.put_params(random_params(config.model))
+    return step.lower(params, batch).compile(), (params, batch)
 
 
-def measure(config: ExperimentConfig, mesh: tuple[int, ...], one: tuple[Gradients, Gradients, str]) -> Row:
-    """One mesh against one device."""
-    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **dict(zip(AXES, mesh, strict=True))))
-    gradients, metrics, text = gradients_on(config, jax.devices())
-    expected, single, _ = one
-    about, known = metrics["statistics"], single["statistics"]
-    module = hlo.parse(text)
+def gradients_of(compiled: jax.stages.Compiled, arguments: tuple) -> tuple[Gradients, Gradients]:
+    """Gradients and metrics, whole."""
+    gradients, metrics = compiled(*arguments)
+    return jax.tree.map(_whole, gradients), jax.device_get(metrics)
+
+
+def on_one_device(config: ExperimentConfig) -> tuple[Gradients, Gradients]:
+    """What all meshes are held to."""
+    return gradients_of(*compiled_on(dataclasses.replace(config, mesh=MeshConfig()), jax.local_devices()[:1]))
+
+
+def over(config: ExperimentConfig, mesh: tuple[int, ...]) -> ExperimentConfig:
+    """The experiment on a mesh of these sizes."""
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **dict(zip(AXES, mesh, strict=True))))
+
+
+def sent_by(compiled: jax.stages.Compiled, mesh: tuple[int, ...]) -> dict[str, tuple[int, float]]:
+    """`kind axes` -> (how often, bytes that one device sends) in one step."""
+    module = hlo.parse(compiled.as_text())
     found = collectives.collectives(module, hlo.runs(module), dict(zip(AXES, mesh, strict=True)))
+    return {f"{item.kind} {'+'.join(item.axes)}": (item.count, item.sent) for item in found}
+
+
+def measure(config: ExperimentConfig, mesh: tuple[int, ...], one: tuple[Gradients, Gradients]) -> Row:
+    """One mesh against one device."""
+    compiled, arguments = compiled_on(over(config, mesh), jax.devices())
+    gradients, metrics = gradients_of(compiled, arguments)
+    expected, single = one
+    about, known = metrics["statistics"], single["statistics"]
     return Row(
         mesh,
         abs(metrics["nll"] / single["nll"] - 1).item(),
@@ -148,7 +170,7 @@ def measure(config: ExperimentConfig, mesh: tuple[int, ...], one: tuple[Gradient
         _largest([float(np.abs(about[name] - known[name]).max()) for name in PAIRS if about]),
         _largest([float(np.abs(about[name] - known[name]).max() / known["tokens"].max()) for name in MASS if about]),
         float(np.sum(about.get("overflow", 0))),
-        {f"{item.kind} {'+'.join(item.axes)}": (item.count, item.sent) for item in found},
+        sent_by(compiled, mesh),
     )
 
 
@@ -217,7 +239,7 @@ def main() -> int:
     # Nothing here is a time: most of it would be the compiler's.
     os.environ["XLA_FLAGS"] = f"{QUICKLY} {os.environ.get('XLA_FLAGS', '')}"
     jax.config.update("jax_num_cpu_devices", given.devices)
-    one = gradients_on(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
+    one = on_one_device(config)
     rows = []
     for mesh in meshes:
         rows.append(measure(config, mesh, one))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import get_args
 
 from flax import nnx
 
@@ -27,7 +26,7 @@ PARTS: Mapping[MixerName, Mapping[str, Callable[..., Part]]] = {
 }
 """The parts that stand side by side in each mixer; `aamoe` alone is a mixer of its own making."""
 
-MIXERS: tuple[MixerName, ...] = get_args(MixerName)
+MIXERS: tuple[MixerName, ...] = ("aamoe", *PARTS)
 
 
 def build_mixer(name: MixerName, config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:

@@ -5,6 +5,7 @@ tests/generation/test_decoder.py, and on meshes in tests/sharding/test_meshes.py
 """
 
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from aamoe_jax.config import AttentionConfig, ModelConfig
+from aamoe_jax.config import AttentionConfig, MixerName, ModelConfig
 from aamoe_jax.mixers.base import Context
-from aamoe_jax.mixers.registry import PARTS, build_mixer
+from aamoe_jax.mixers.registry import MIXERS, PARTS, build_mixer
 from tests.mixers import oracle_attention
 from tests.mixers.rows import two_rows
 
@@ -44,6 +45,10 @@ def case(name: str, config: ModelConfig):
         return nnx.merge(graphdef, nnx.State(params))(h, context)[0]
 
     return apply, jax.tree.unflatten(structure, leaves), noise
+
+
+def test_every_name_of_the_config_is_a_mixer():
+    assert set(MIXERS) == set(get_args(MixerName))
 
 
 def float64(tree):

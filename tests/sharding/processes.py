@@ -11,8 +11,7 @@ import sys
 
 import jax
 
-from aamoe_jax.config import MeshConfig
-from benchmarks.meshes import SMALL, gradients_on, measure
+from benchmarks.meshes import SMALL, compiled_on, gradients_of, measure, on_one_device, over
 from experiments.binding import load_experiment
 
 
@@ -21,9 +20,12 @@ def main(port: str, processes: int, index: int, devices: int, mesh: str) -> None
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", processes, index, heartbeat_timeout_seconds=30)
     config = load_experiment((), SMALL)
-    one = gradients_on(dataclasses.replace(config, mesh=MeshConfig()), jax.local_devices()[:1])
-    row = measure(config, tuple(map(int, mesh.split("x"))), one)
-    print(json.dumps({"devices": jax.device_count(), **dataclasses.asdict(row)}))
+    sizes = tuple(map(int, mesh.split("x")))
+    if index == 0:  # to know what one device finds, one process is enough
+        row = measure(config, sizes, on_one_device(config))
+        print(json.dumps({"devices": jax.device_count(), **dataclasses.asdict(row)}))
+    else:
+        gradients_of(*compiled_on(over(config, sizes), jax.devices()))
 
 
 if __name__ == "__main__":

@@ -65,9 +65,9 @@ class TestEveryKindOfLayer:
 
     MESHES = ("1x2x2x2",)
 
-    def test_no_local_resource_a_null_slot_and_recomputation(self, tmp_path):
+    def test_no_experts_no_local_resource_a_null_slot_and_recomputation(self, tmp_path):
         bindings = ("AAMoEConfig.local = 'none'", "AAMoEConfig.null_slot = 'learned'", "ModelConfig.remat = 'full'")
-        assert_same(on_meshes(tmp_path, self.MESHES, *bindings))
+        assert_same(on_meshes(tmp_path, self.MESHES, "AAMoEConfig.num_experts = 0", *bindings))
 
     def test_own_chunk_row_budgets_with_a_predictor_and_micro_batches(self, tmp_path):
         bindings = (
@@ -88,13 +88,9 @@ class TestEveryKindOfLayer:
         )
         assert_same(on_meshes(tmp_path, self.MESHES, *bindings))
 
-    def test_no_context(self, tmp_path):
-        assert_same(on_meshes(tmp_path, ("1x1x4x2",), "AAMoEConfig.context = 'none'"))
-
-    def test_no_experts_and_no_bias(self, tmp_path):
-        bindings = ("AAMoEConfig.num_experts = 0", "AAMoEConfig.bias = 'none'")
-        (row,) = on_meshes(tmp_path, ("2x1x4x1",), *bindings)
-        assert row["loss"] < TOLERANCE
+    def test_no_context_and_no_bias(self, tmp_path):
+        bindings = ("AAMoEConfig.context = 'none'", "AAMoEConfig.bias = 'none'")
+        assert_same(on_meshes(tmp_path, ("1x1x4x2",), *bindings))
 
     def test_bfloat16(self, tmp_path):
         """Sums over devices are of other parts, each rounded: a few close choices fall otherwise, and gradients of what
@@ -116,46 +112,42 @@ class TestPairBound:
         assert TOLERANCE < tight["loss"] < 0.1  # something was dropped, and nothing broke
 
 
+@pytest.fixture(scope="module")
+def sent(tmp_path_factory) -> dict[str, dict]:
+    command = [sys.executable, "-m", "tests.sharding.sent"]
+    env = os.environ | cache(tmp_path_factory.mktemp("sent"))
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
 class TestWhatIsSent:
-    """Collectives as the compiler wrote them, from two models that differ in one size."""
+    """Collectives as the compiler wrote them, from two models that differ in sizes."""
 
-    MESH = ("1x1x4x2",)
-
-    def gathered(self, row: dict, axes: str) -> float:
-        return row["collectives"].get(f"all-gather {axes}", (0, 0.0))[1]
-
-    def test_of_experts_only_router_embeddings_travel(self, tmp_path):
-        few, many = (
-            on_meshes(tmp_path, self.MESH, f"AAMoEConfig.num_experts = {experts}", "AAMoEConfig.max_resources = 4")[0]
-            for experts in (16, 80)
-        )
+    def test_of_experts_only_router_embeddings_travel_and_looking_up_an_embedding_sends_nothing(self, sent):
+        """64 experts and 192 words more: of these, what travels is a number per expert and column of W_c."""
+        small, large = sent["1x1x4x2"], sent["1x1x4x2, more experts and words"]
         layers, width, bytes_each, shards = 2, 32, 4, 4
         embeddings = layers * (80 - 16) * width * bytes_each * (shards - 1) / shards
-        assert self.gathered(many, "resource") - self.gathered(few, "resource") == embeddings
-        for name in few["collectives"]:
-            if name.startswith("all-gather") and name != "all-gather resource":
-                assert many["collectives"][name] == few["collectives"][name]
-
-    def test_looking_up_an_embedding_sends_nothing(self, tmp_path):
-        small, large = (on_meshes(tmp_path, self.MESH, f"ModelConfig.vocab_size = {size}")[0] for size in (64, 256))
-        for name, (count, sent) in small["collectives"].items():
-            if name == "all-reduce resource+tensor":  # gradients of the table, and of the readout
-                assert large["collectives"][name][0] == count
+        assert small.keys() == large.keys()
+        gradients = ("all-reduce tensor", "all-reduce resource+tensor")  # of embeddings, of the table and the readout
+        for name, (count, size) in small.items():
+            if name in ("all-gather resource", "reduce-scatter resource"):
+                assert large[name] == [count, size + embeddings]
+            elif name in gradients:
+                assert large[name][0] == count
             else:
-                assert large["collectives"][name] == [count, sent], name
+                assert large[name] == [count, size], name
 
-    def test_the_table_is_gathered_from_where_it_is_stored_like_any_parameter(self, tmp_path):
-        sizes = (64, 256)
-        small, large = (on_meshes(tmp_path, ("1x4x1x2",), f"ModelConfig.vocab_size = {size}")[0] for size in sizes)
+    def test_the_table_is_gathered_from_where_it_is_stored_like_any_parameter(self, sent):
+        small, large = sent["1x4x1x2"]["all-gather fsdp"], sent["1x4x1x2, more words"]["all-gather fsdp"]
         tables, width, bytes_each, parts = 2, 32, 4, 4
-        assert large["collectives"]["all-gather fsdp"][0] == small["collectives"]["all-gather fsdp"][0]
-        more = self.gathered(large, "fsdp") - self.gathered(small, "fsdp")
-        assert more == tables * (sizes[1] - sizes[0]) * width * bytes_each * (parts - 1) / parts
+        assert large[0] == small[0]
+        assert large[1] - small[1] == tables * (256 - 64) * width * bytes_each * (parts - 1) / parts
 
-    def test_collectives_of_a_layer_are_those_of_the_design(self, tmp_path):
-        two, four = (on_meshes(tmp_path, ("1x2x2x2",), f"ModelConfig.num_layers = {n}")[0] for n in (2, 4))
-        counts = [{name: count for name, (count, _) in row["collectives"].items()} for row in (two, four)]
-        assert {name: (counts[1][name] - counts[0][name]) / 2 for name in counts[1]} == PER_LAYER
+    def test_collectives_of_a_layer_are_those_of_the_design(self, sent):
+        two, four = ({name: count for name, (count, _) in sent[key].items()} for key in ("1x2x2x2", "1x2x2x2, deeper"))
+        assert {name: (four[name] - two[name]) / 2 for name in four} == PER_LAYER
 
 
 PER_LAYER = {
@@ -212,6 +204,6 @@ class TestProcesses:
                 process.kill()
         for process, (_, errors) in zip(running, ends, strict=True):
             assert process.returncode == 0, errors[-3000:]
-        rows = [json.loads(output.splitlines()[-1]) for output, _ in ends]
-        assert all(row["devices"] == 8 for row in rows)
-        assert_same(rows)
+        row = json.loads(ends[0][0].splitlines()[-1])
+        assert row["devices"] == 8
+        assert_same([row])
