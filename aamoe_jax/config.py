@@ -61,6 +61,13 @@ class BudgetConfig:
     normalizer: BudgetNormalizer = "prefix"
     """`row`: the paper's softmax over the whole row, which sees the future. `prefix`: over the tokens so far
     (causal)."""
+    importance: Literal["learned", "uniform"] = "learned"
+    """`uniform`: every token has the same budget, beta."""
+    expert_share: float | None = None
+    """None: chunks and experts compete for one budget. A number: this share of every token's budget buys experts alone,
+    and the rest context alone, whatever their scores."""
+    expert_price: float = 1.0
+    """Price of an expert, where a chunk of context costs 1 (AA-39); at least 1, so that a budget bounds the pairs."""
     slack: int = 64
     """Pairs by which the running spend of a causal budget may exceed beta * i (the cap, decision 23)."""
     predictor_width: int = 64
@@ -73,6 +80,13 @@ class BudgetConfig:
         if not betas or not all(beta > 0 and math.isfinite(beta) for beta in betas):
             _refuse(self, "beta", "must be a positive number, or one per layer")
         _require_choice(self, "normalizer", get_args(BudgetNormalizer))
+        _require_choice(self, "importance", ("learned", "uniform"))
+        if self.expert_share is not None and not 0 <= self.expert_share <= 1:
+            _refuse(self, "expert_share", "must be in [0, 1], or None for one budget")
+        if not (self.expert_price >= 1 and math.isfinite(self.expert_price)):
+            _refuse(self, "expert_price", "must be a number of at least 1")
+        if self.expert_share is not None and self.expert_price != 1:
+            _refuse(self, "expert_price", "must be 1 where experts have a share of their own (expert_share)")
         _require_positive(self, "predictor_width")
         if self.slack < 0:
             _refuse(self, "slack", "must be at least 0")
@@ -99,6 +113,9 @@ class AAMoEConfig:
     bias: Literal["log_prob", "none"] = "log_prob"
     """`log_prob`: log P(i, j) is added to the attention scores (eq 15-16). `none` cuts the gradient to router and
     budget."""
+    signal: Literal["joint", "context_stopped", "experts_stopped", "separate"] = "joint"
+    """What the router learns from (AA-23): one softmax over chunks and experts (`joint`); the same without gradient to
+    the scores of one of the two; or a softmax over each of the two for itself (`separate`)."""
     null_slot: Literal["none", "learned"] = "none"
     """`learned`: one zero-valued key with a learned logit per head, so that one resource alone still carries
     gradient."""
@@ -114,9 +131,15 @@ class AAMoEConfig:
         _require_choice(self, "local", get_args(Local))
         _require_choice(self, "router_rope", ("relative", "none"))
         _require_choice(self, "bias", ("log_prob", "none"))
+        _require_choice(self, "signal", ("joint", "context_stopped", "experts_stopped", "separate"))
         _require_choice(self, "null_slot", ("none", "learned"))
         if self.max_resources is not None and self.max_resources < 1:
             _refuse(self, "max_resources", "must be at least 1, or None for all")
+        if self.budget.expert_share is not None and (self.context == "none" or self.num_experts == 0):
+            raise ConfigError(
+                f"BudgetConfig.expert_share = {self.budget.expert_share}: there is only one kind of resource "
+                "(AAMoEConfig.context, AAMoEConfig.num_experts); take None"
+            )
         if self.context == "none" and self.num_experts == 0 and self.local in ("none", "routed"):
             _refuse(self, "num_experts", "a layer without context and local resources needs at least one expert")
         if self.context == "none" and self.local == "routed":

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from aamoe_jax.aamoe import allocation as allocation_lib
 from aamoe_jax.aamoe import budget as budget_lib
 from aamoe_jax.aamoe import parallel, resources, statistics
-from aamoe_jax.aamoe.allocation import Allocation, BiasScale, Choices, Ranking
+from aamoe_jax.aamoe.allocation import Allocation, BiasScale, Choices, Kind, Purchase, Ranking
 from aamoe_jax.aamoe.cache import Cache, empty_cache
 from aamoe_jax.aamoe.parallel import Given, Softmax
 from aamoe_jax.aamoe.router import Router
@@ -85,6 +85,7 @@ class AAMoELayer(nnx.Module):
             num_experts=self.config.aamoe.num_experts,
             local_first=self._local_first,
         )
+        about_budget.pop("paid")
         about["overflow"] = overflow / context.shards.tensor  # every part of the heads has the same pairs
         per_token = {"spent": allocation.count, "budget": about_budget.pop("budget")}
         if context.detail == "resources":
@@ -109,11 +110,11 @@ class AAMoELayer(nnx.Module):
         chunks = resources.available_chunks(chunk, context.segments_here, chunk_segment)
         choices = self._choices(*scores, chunk, chunks, context)
         budget, count, about = self._budgets(h, choices.most, context)
-        ranking = self._rank(choices, chunk, count, context)
+        ranking, bought = self._buy(choices, chunk, budget, count, context)
         if context.detail == "resources":
             # The log probability of unused slots is set to 0, so that theirs reads 1: it means nothing.
-            about["probability"] = jnp.exp(allocation_lib.allocate(ranking, budget, count, "normalized").log_prob)
-        return allocation_lib.allocate(ranking, budget, count, self._bias_scale), about
+            about["probability"] = jnp.exp(allocation_lib.allocate(ranking, bought, "normalized").log_prob)
+        return allocation_lib.allocate(ranking, bought, self._bias_scale), about | {"paid": count}
 
     def _choices(
         self,
@@ -142,20 +143,34 @@ class AAMoELayer(nnx.Module):
             available |= is_own & context.real[..., None]
         slots = self._slots(scores.shape[-1], context.max_scale)
         most = jnp.minimum(available.sum(-1) + self._local_first, self._most(slots, context))
-        return Choices(scores, available, local_scores if self._local_first else None, most)
+        choices = Choices(scores, available, local_scores if self._local_first else None, most)
+        return choices.learning_from(layer.signal, layer.num_experts)
 
-    def _rank(self, choices: Choices, chunk: Int[Array, "b L"], count: Int[Array, "b L"], context: Context) -> Ranking:
-        """The `count` resources of every token: its local one first where there is one, then by score."""
-        scores, available, local, _ = choices
-        slots = self._slots(scores.shape[-1], context.max_scale) - self._local_first
-        best, index = allocation_lib.top_resources(scores, available, slots, count - self._local_first)
-        if self._local_first:
-            best = jnp.concatenate([local[..., None], best], axis=-1)
-            index = jnp.concatenate([chunk[..., None], index], axis=-1)
+    def _buy(
+        self,
+        choices: Choices,
+        chunk: Int[Array, "b L"],
+        budget: Float[Array, "b L"],
+        count: Int[Array, "b L"],
+        context: Context,
+    ) -> tuple[Ranking, Purchase]:
+        """What every token can have, best first, and how much of it its budget buys."""
+        layer, slots = self.config.aamoe, self._slots(choices.scores.shape[-1], context.max_scale)
+        price, share = layer.budget.expert_price, layer.budget.expert_share
+        num_chunks = choices.scores.shape[-1] - layer.num_experts
         partition = None
         if self._bias_scale == "normalized" or context.detail == "resources":
-            partition = allocation_lib.log_partition(scores, available, local)
-        return Ranking(best, index, partition)
+            partition = allocation_lib.log_partition(choices.scores, choices.available, choices.local)
+        if share is not None:
+            kinds = allocation_lib.shares(choices, count, share, layer.num_experts)
+            ranked = [Kind(allocation_lib.rank(kind, chunk, most, slots), most) for kind, most in kinds]
+            ranking, bought = allocation_lib.one_after_the_other(*ranked, budget, share, slots, num_chunks)
+            return ranking._replace(log_partition=partition), bought
+        ranking = allocation_lib.rank(choices, chunk, count, slots)._replace(log_partition=partition)
+        if price == 1:
+            return ranking, allocation_lib.purchase(ranking, budget, count)
+        prices = jnp.where(ranking.resource >= num_chunks, price, 1.0)
+        return ranking, allocation_lib.purchase_at(prices, budget, count)
 
     def _budgets(
         self, h: Float[Array, "b n d"], most: Int[Array, "b n"], context: Context
@@ -188,6 +203,8 @@ class AAMoELayer(nnx.Module):
 
     def _importance(self, h: Float[Array, "b L d"]) -> Float[Array, "b L"]:
         """w_B . h, divided by sqrt(d) like the router's scores: an optimizer moves all entries of w_B at once."""
+        if self.config.aamoe.budget.importance == "uniform":
+            return jnp.zeros(h.shape[:2])
         return h.astype(jnp.float32) @ self.importance[...] * h.shape[-1] ** -0.5
 
     def _predict(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b L"]:
@@ -323,7 +340,7 @@ class AAMoELayer(nnx.Module):
         router_key = self.router.chunk_keys(resources.chunk_ends(h, self.config.aamoe.chunk_size), turns.ends)
         importance = jnp.where(context.real, self._importance(h), -jnp.inf)
         log_mean = jax.nn.logsumexp(importance, axis=-1) - jnp.log(context.real.sum(-1))
-        spent = self._allocate(h, h, context)[0].count.sum(-1)
+        spent = self._allocate(h, h, context)[1]["paid"].sum(-1)
         return cache.fill(merge_heads(key), merge_heads(value), router_key)._replace(
             log_mean=jnp.stack([log_mean, jnp.zeros_like(log_mean)], axis=1), spent=spent
         )
@@ -342,8 +359,7 @@ class AAMoELayer(nnx.Module):
         chunk_scores = cache.chunk_scores(query_router)
         choices = self._choices(chunk_scores, expert_scores, local_scores, chunk, completed, context)
         budget, count, cache = self._next_budget(h, choices.most, context, cache)
-        ranking = self._rank(choices, chunk, count, context)
-        allocation = allocation_lib.allocate(ranking, budget, count, self._bias_scale)
+        allocation = allocation_lib.allocate(*self._buy(choices, chunk, budget, count, context), self._bias_scale)
         output, lse = paged_attention(
             rotate_heads(query, turn_heads)[:, 0],
             query[:, 0],

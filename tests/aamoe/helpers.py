@@ -15,11 +15,13 @@ from aamoe_jax.mixers.base import Context
 D, HEADS, M, E = 32, 4, 8, 6
 
 
-def model_config(beta: float = 3.0, normalizer: str = "prefix", slack: int = 8, **changes) -> ModelConfig:
-    """A small model; changes go to ModelConfig or AAMoEConfig, wherever the field lives."""
-    layer_fields = {field.name for field in dataclasses.fields(AAMoEConfig)}
-    layer = {name: changes.pop(name) for name in list(changes) if name in layer_fields}
-    budget = BudgetConfig(beta=beta, normalizer=normalizer, slack=slack, predictor_width=8)
+def model_config(**changes) -> ModelConfig:
+    """A small model; changes go to ModelConfig, AAMoEConfig or BudgetConfig, wherever the field lives."""
+    budget, layer = (
+        {field.name: changes.pop(field.name) for field in dataclasses.fields(room) if field.name in changes}
+        for room in (BudgetConfig, AAMoEConfig)
+    )
+    budget = BudgetConfig(**{"beta": 3.0, "slack": 8, "predictor_width": 8} | budget)
     aamoe = AAMoEConfig(**{"chunk_size": M, "num_experts": E, "budget": budget} | layer)
     return ModelConfig(
         **{"d_model": D, "num_heads": HEADS, "num_layers": 2, "kernel": "reference", "aamoe": aamoe} | changes

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aamoe_jax.aamoe.allocation import Ranking, allocate, log_affordability, log_partition, top_resources
+from aamoe_jax.aamoe.allocation import (
+    Ranking,
+    allocate,
+    log_affordability,
+    log_partition,
+    purchase,
+    top_resources,
+)
 from aamoe_jax.aamoe.resources import available_chunks, chunk_ends
 
 
@@ -79,7 +86,9 @@ def test_log_prob_is_eq_15_and_probabilities_sum_to_at_most_one():
     count = jnp.minimum(jnp.floor(budget).astype(jnp.int32), available.sum(-1))
     best, index = top_resources(scores, available, 7)
     ranking = Ranking(best, index, log_partition(scores, available, None))
-    result, log_prob = (allocate(ranking, budget, count, scale) for scale in ("unnormalized", "normalized"))
+    result, log_prob = (
+        allocate(ranking, purchase(ranking, budget, count), scale) for scale in ("unnormalized", "normalized")
+    )
     log_prob = log_prob.log_prob
     for i in range(20):
         r = np.asarray(scores[0, i], np.float64)

@@ -37,6 +37,8 @@ def test_every_mixer_decodes_as_it_was_trained(name):
         {"max_resources": 2},
         {"slack": 0, "beta": 0.7},
         {"normalizer": "row"},
+        {"expert_share": 0.4, "signal": "separate", "slack": 2},
+        {"expert_price": 2.5, "importance": "uniform"},
         {"pattern": ("aamoe", "parallel"), "embedding": "tied", "num_layers": 4},
         {"num_layers": 2, "beta": (1.0, 4.0)},
     ],

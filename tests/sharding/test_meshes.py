@@ -73,6 +73,8 @@ class TestEveryKindOfLayer:
         bindings = (
             "AAMoEConfig.local = 'chunk'",
             "BudgetConfig.normalizer = 'row'",
+            "BudgetConfig.expert_share = 0.5",
+            "AAMoEConfig.signal = 'separate'",
             "TrainingConfig.accumulate = 2",
             "ModelConfig.remat = 'dots'",
         )
@@ -82,6 +84,7 @@ class TestEveryKindOfLayer:
         bindings = (
             "AAMoEConfig.local = 'routed'",
             "AAMoEConfig.max_resources = 3",
+            "BudgetConfig.expert_price = 1.5",
             "ModelConfig.pattern = ('aamoe', 'parallel', 'all_attention')",
             "ModelConfig.num_layers = 3",
             "ModelConfig.embedding = 'tied'",

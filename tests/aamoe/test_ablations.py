@@ -1,0 +1,124 @@
+"""What the layer is compared with from within: other signals, prices, budgets of their own (AA-23, AA-32, AA-39)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from aamoe_jax.aamoe.allocation import Ranking, allocate, purchase, purchase_at
+from aamoe_jax.config import BudgetConfig, ConfigError
+from tests.aamoe.helpers import E, M, apply, context_of, inputs, layer_of, model_config
+
+LENGTH = 6 * M
+
+
+def allocated(config, importance: float = 1.0):
+    """(allocation, statistics) of one row, and the layer that made them."""
+    layer = layer_of(config, importance=importance)
+    h, context = inputs(1, LENGTH), context_of(config, 1, LENGTH)
+    return jax.jit(lambda h: layer.allocate(h, context))(h), apply(layer, h, context)[1]
+
+
+class TestAA23:
+    def slopes(self, signal: str) -> dict[str, float]:
+        """The largest gradient of a loss to each of the router's parameters."""
+        layer = layer_of(model_config(signal=signal))
+        h, context = inputs(1, LENGTH), context_of(layer.config, 1, LENGTH)
+        graphdef, params = nnx.split(layer)
+        loss = lambda params: (nnx.merge(graphdef, params)(h, context)[0] ** 2).sum()  # noqa: E731
+        router = jax.jit(jax.grad(loss))(params)["router"]
+        return {name: float(jnp.abs(leaf[...]).max()) for name, leaf in jax.tree.map(lambda x: x, router).items()}
+
+    def test_the_signal_of_one_kind_can_be_stopped(self):
+        """W_c scores chunks alone, the embeddings experts alone."""
+        joint, context, experts = (self.slopes(s) for s in ("joint", "context_stopped", "experts_stopped"))
+        assert min(joint.values()) > 0
+        assert context == {name: pytest.approx(joint[name] if "expert" in name else 0.0) for name in joint}
+        assert experts == {name: pytest.approx(0.0 if "expert" in name else joint[name]) for name in joint}
+
+    def test_separate_probabilities_sum_to_one_over_each_kind(self):
+        """With a budget that affords everything, P of chunks sums to 1, and so does that of experts."""
+        config = model_config(signal="separate", beta=1000.0, slack=10_000, importance="uniform")
+        allocation, _ = allocated(config)
+        chunks, used = LENGTH // M, jnp.arange(allocation.resource.shape[-1]) < allocation.count[..., None]
+        probability = jnp.where(used, jnp.exp(allocation.log_prob), 0.0)
+        expert = (allocation.resource >= chunks) & used
+        expert = expert.at[..., 0].set(False)  # the window
+        np.testing.assert_allclose(jnp.where(expert, probability, 0).sum(-1), 1, atol=1e-5)
+        np.testing.assert_allclose(jnp.where(expert, 0, probability).sum(-1), 1, atol=1e-5)
+
+
+class TestAA32:
+    def test_uniform_budgets_are_beta_whatever_the_importance(self):
+        allocation, _ = allocated(model_config(importance="uniform", beta=3.0))
+        assert (allocation.count == 3).all()
+
+    @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+    def test_separate_budgets_buy_the_best_of_each_kind(self, share):
+        config = model_config(importance="uniform", beta=5.0, expert_share=share)
+        allocation, about = allocated(config)
+        free, _ = allocated(model_config(importance="uniform", beta=1000.0, slack=10_000))
+        chunks = LENGTH // M
+        for i in range(LENGTH):
+            resource = np.asarray(allocation.resource[0, i, : allocation.count[0, i]])
+            ranked = np.asarray(free.resource[0, i, : free.count[0, i]])[1:]
+            experts = min(int(share * 5 + 1e-4), 4, E)
+            context = min(5 - experts - 1, i // M)
+            wanted = [i // M, *ranked[ranked < chunks][:context], *ranked[ranked >= chunks][:experts]]
+            assert resource.tolist() == wanted, i
+        assert float(about["pairs_expert"]) == LENGTH * experts
+
+    def test_each_is_paid_from_its_own_share(self):
+        config = model_config(importance="uniform", beta=6.0, expert_share=0.5, local="none", bias="log_prob")
+        allocation, _ = allocated(config)
+        last, chunks = LENGTH - 1, LENGTH // M
+        free, _ = allocated(model_config(importance="uniform", beta=1000.0, slack=10_000, local="none"))
+        score = {
+            int(j): float(p - jax.nn.log_sigmoid(jnp.float32(1000.0 - k)))
+            for k, (j, p) in enumerate(zip(free.resource[0, last], free.log_prob[0, last], strict=True), start=1)
+        }
+        for slot in range(6):
+            j, place = int(allocation.resource[0, last, slot]), slot % 3 + 1
+            assert (j >= chunks) == (slot >= 3)
+            wanted = score[j] + float(jax.nn.log_sigmoid(jnp.float32(3.0 - place)))
+            assert float(allocation.log_prob[0, last, slot]) == pytest.approx(wanted, abs=1e-4)
+
+    @pytest.mark.parametrize("changes", [{"context": "none"}, {"num_experts": 0}])
+    def test_shares_need_two_kinds(self, changes):
+        with pytest.raises(ConfigError, match=r"BudgetConfig.expert_share = 0.5: there is only one kind of resource"):
+            model_config(expert_share=0.5, **changes)
+
+
+class TestAA39:
+    def test_affordability_is_of_the_cumulative_price(self):
+        ranking = Ranking(jnp.zeros((1, 1, 4)), jnp.arange(4)[None, None], None)
+        prices = jnp.array([[[1.0, 2.5, 1.0, 1.0]]])
+        bought = purchase_at(prices, jnp.full((1, 1), 4.7), jnp.full((1, 1), 4))
+        assert bought.count.tolist() == [[2]]
+        found = allocate(ranking, bought).log_prob[0, 0]
+        np.testing.assert_allclose(found[:2], jax.nn.log_sigmoid(jnp.array([3.7, 1.2])), rtol=1e-6)
+        assert found[2:].tolist() == [0.0, 0.0]
+
+    def test_at_price_one_it_is_the_rank(self):
+        random = np.random.default_rng(0)
+        ranking = Ranking(
+            jnp.asarray(random.normal(size=(2, 9, 5)), jnp.float32), jnp.zeros((2, 9, 5), jnp.int32), None
+        )
+        budget = jnp.asarray(random.uniform(0, 6, (2, 9)), jnp.float32)
+        count = jnp.minimum(jnp.floor(budget).astype(jnp.int32), 5)
+        priced = allocate(ranking, purchase_at(jnp.ones((2, 9, 5)), budget, count))
+        plain = allocate(ranking, purchase(ranking, budget, count))
+        jax.tree.map(np.testing.assert_array_equal, priced, plain)
+
+    def test_dear_experts_are_bought_less(self):
+        cheap, dear = (allocated(model_config(expert_price=price))[1] for price in (1.0, 3.0))
+        assert float(dear["pairs_expert"]) < float(cheap["pairs_expert"])
+        spent = float(dear["pairs_local"] + dear["pairs_context"] + 3 * dear["pairs_expert"])
+        assert spent <= float(dear["capacity"]) + model_config().aamoe.budget.slack
+
+    def test_refusals_name_the_field(self):
+        with pytest.raises(ConfigError, match=r"BudgetConfig.expert_price = 0.5: must be a number of at least 1"):
+            BudgetConfig(expert_price=0.5)
+        with pytest.raises(ConfigError, match=r"must be 1 where experts have a share of their own"):
+            BudgetConfig(expert_price=2.0, expert_share=0.5)
