@@ -10,7 +10,6 @@ from flax import nnx
 from aamoe_jax.model import LanguageModel
 from experiments.binding import load_experiment
 
-
 BASELINES = (
     "aamoe_literal.gin",
     "dense.gin",
