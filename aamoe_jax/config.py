@@ -23,7 +23,12 @@ MixerName = Literal[
     "local_attention",
     "strided_attention",
     "sink_attention",
+    "sqrt_attention",
+    "gated_attention",
+    "filtered_attention",
+    "clustered_attention",
     "feed_forward",
+    "swiglu",
 ]
 Selector = Literal["all", "window", "strided", "sinks"]
 Remat = Literal["none", "dots", "full"]
@@ -148,7 +153,7 @@ class AAMoEConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Attention over a static selection of earlier tokens (UNI-08)."""
+    """Attention over a selection of earlier tokens: static (UNI-08), filtered (PM-10), clustered (PM-11)."""
 
     window: int = 128
     """Of `local_attention` and `sink_attention`: tokens seen, the token itself included."""
@@ -156,9 +161,28 @@ class AttentionConfig:
     """Of `strided_attention`: the last so many tokens are seen, and every so-many-th before them."""
     sinks: int = 4
     """Of `sink_attention`: first tokens of the document that everyone sees."""
+    filter: Literal["none", "message_norm", "learned"] = "learned"
+    """Of `filtered_attention`: which tokens add a key and value to a head. All; those whose message, value times W^O,
+    is long enough; those of which a learned logit is certain enough."""
+    filter_threshold: float = 0.5
+    """The least certainty (`learned`), or length as a multiple of a random input's (`message_norm`). 0 keeps all."""
+    filter_room: float = 1.0
+    """Keys that a head of `filtered_attention` has room for while decoding, as a fraction of all. What finds none is
+    counted, and the row has no further output."""
+    clusters: int = 16
+    """Of `clustered_attention`: clusters of keys in every head."""
+    clusters_kept: int = 4
+    """Of `clustered_attention`: clusters that a query attends to, beside the token itself."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "window", "stride", "sinks")
+        _require_positive(self, "window", "stride", "sinks", "clusters", "clusters_kept")
+        _require_choice(self, "filter", ("none", "message_norm", "learned"))
+        if not (self.filter_threshold >= 0 and math.isfinite(self.filter_threshold)):
+            _refuse(self, "filter_threshold", "must be a number of at least 0")
+        if not 0 < self.filter_room <= 1:
+            _refuse(self, "filter_room", "must be in (0, 1]")
+        if self.clusters_kept > self.clusters:
+            _refuse(self, "clusters_kept", f"must be at most clusters = {self.clusters}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +199,8 @@ class ModelConfig:
     """The layers of one period of the stack, in the grammar of `patterns.py`: ('aamoe*3', 'attention+feed_forward'), or
     ('even(attention+feed_forward, aamoe)',). Held as the shortest period that it comes to."""
     d_ff: int | None = None
-    """Hidden width of the feed-forward and of All-Attention's memory. None: 4 * d_model."""
+    """Hidden width of feed-forwards and of All-Attention's memory. None: 4 * d_model; of a SwiGLU, with its third
+    matrix, 8/3 d_model."""
     norm: Literal["rms", "layer"] = "rms"
     qk_norm: Literal["none", "rms"] = "rms"
     rope_base: float = 10_000.0
@@ -256,6 +281,12 @@ class ModelConfig:
     @property
     def ff_width(self) -> int:
         return self.d_ff if self.d_ff is not None else 4 * self.d_model
+
+    @property
+    def swiglu_width(self) -> int:
+        """Hidden units of a SwiGLU: d_ff, or else 8/3 d_model, whose three matrices have the parameters of a
+        feed-forward's two; rounded up to a multiple of num_heads, so that a mesh divides both alike."""
+        return self.d_ff if self.d_ff is not None else -(-8 * self.d_model // (3 * self.num_heads)) * self.num_heads
 
     @property
     def betas(self) -> tuple[float, ...]:

@@ -61,6 +61,25 @@ def attention_flops_per_token(config: ModelConfig, length: int) -> int:
     return projections + 2 * config.d_model * (length + 1)
 
 
+def gated_attention_flops_per_token(config: ModelConfig, length: int) -> int:
+    """Attention, the projection of gates 2 d d_kv, and a second score of every visible key."""
+    gates = 2 * config.d_model * config.kv_heads * config.head_dim
+    return attention_flops_per_token(config, length) + gates + config.d_model * (length + 1)
+
+
+def filtered_attention_flops_per_token(config: ModelConfig, length: int) -> int:
+    """Attention to all keys, since what a filter leaves out is masked, and the filter: 2 d or 2 k^2 + 2 k a head."""
+    size = config.head_dim
+    per_head = {"none": 0, "message_norm": 2 * size**2 + 2 * size, "learned": 2 * config.d_model}
+    return attention_flops_per_token(config, length) + config.kv_heads * per_head[config.attention.filter]
+
+
+def clustered_attention_flops_per_token(config: ModelConfig, length: int) -> int:
+    """Attention to all keys, since those of other clusters are masked; key and query meet every centroid."""
+    widths = config.d_model + config.kv_heads * config.head_dim
+    return attention_flops_per_token(config, length) + 2 * config.attention.clusters * widths
+
+
 MIXER_FLOPS: dict[str, Callable[[ModelConfig, int], int]] = {
     "aamoe": aamoe_flops_per_token,
     "parallel": parallel_flops_per_token,
@@ -70,7 +89,12 @@ MIXER_FLOPS: dict[str, Callable[[ModelConfig, int], int]] = {
     "local_attention": attention_flops_per_token,
     "strided_attention": attention_flops_per_token,
     "sink_attention": attention_flops_per_token,
+    "sqrt_attention": attention_flops_per_token,
+    "gated_attention": gated_attention_flops_per_token,
+    "filtered_attention": filtered_attention_flops_per_token,
+    "clustered_attention": clustered_attention_flops_per_token,
     "feed_forward": lambda config, length: 4 * config.d_model * config.ff_width,
+    "swiglu": lambda config, length: 6 * config.d_model * config.swiglu_width,
 }
 
 

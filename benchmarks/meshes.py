@@ -55,6 +55,7 @@ SMALL = (
 QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 PAIRS = ("pairs_local", "pairs_context", "pairs_expert")
+COUNTS = (*PAIRS, "neurons_added", "neurons_offered", "pairs_compared", "pairs_offered")
 MASS = ("mass_local", "mass_context", "mass_expert")
 
 Gradients = dict[str, Any]
@@ -71,7 +72,7 @@ class Row:
     gradient: float
     """The largest difference in any parameter's gradient, over the largest entry of that gradient."""
     pairs: float
-    """The largest difference in how many resources of a kind a layer gave."""
+    """The largest difference in how many resources of a kind, or neurons, a layer gave."""
     mass: float
     """The largest difference in a kind's share of a layer's attention, which is not exact where resources are divided.
     """
@@ -163,12 +164,13 @@ def measure(config: ExperimentConfig, mesh: tuple[int, ...], one: tuple[Gradient
     gradients, metrics = gradients_of(compiled, arguments)
     expected, single = one
     about, known = metrics["statistics"], single["statistics"]
+    mass = [name for name in MASS if name in about]
     return Row(
         mesh,
         abs(metrics["nll"] / single["nll"] - 1).item(),
         _largest(jax.tree.leaves(jax.tree.map(_difference, gradients, expected))),
-        _largest([float(np.abs(about[name] - known[name]).max()) for name in PAIRS if about]),
-        _largest([float(np.abs(about[name] - known[name]).max() / known["tokens"].max()) for name in MASS if about]),
+        _largest([float(np.abs(about[name] - known[name]).max()) for name in COUNTS if name in about]),
+        _largest([float(np.abs(about[name] - known[name]).max() / known["tokens"].max()) for name in mass]),
         float(np.sum(about.get("overflow", 0))),
         sent_by(compiled, mesh),
     )

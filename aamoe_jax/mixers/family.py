@@ -30,6 +30,21 @@ def weighted_sum(weights: Float[Array, "*b q n"], values: Float[Array, "*b n k"]
     return weights.astype(values.dtype) @ values
 
 
+def head_scores(query: Float[Array, "b q H k"], key: Float[Array, "b n G k"]) -> Float[Array, "b H q n"]:
+    """q . k / sqrt(k) in float32; groups of H / G heads have their keys in common."""
+    rows, tokens, heads, size = query.shape
+    grouped = query.reshape(rows, tokens, key.shape[2], -1, size)
+    scores = jnp.einsum("bigrk,bjgk->bgrij", grouped, key, preferred_element_type=jnp.float32)
+    return size**-0.5 * scores.reshape(rows, heads, tokens, -1)
+
+
+def head_mix(weights: Float[Array, "b H q n"], value: Float[Array, "b n G k"]) -> Float[Array, "b q H k"]:
+    """`weighted_sum` of every head; groups of H / G heads have their values in common."""
+    rows, heads, tokens, count = weights.shape
+    grouped = weights.astype(value.dtype).reshape(rows, value.shape[2], -1, tokens, count)
+    return jnp.einsum("bgrij,bjgk->bigrk", grouped, value).reshape(rows, tokens, heads, -1)
+
+
 def softmax_selected(scores: Float[Array, "*b n"], chosen: Bool[Array, "*b n"]) -> Float[Array, "*b n"]:
     """Coefficients that add up to 1 over what was chosen, in float32; all 0 where nothing was (UNI-03, eq 5)."""
     scores = jnp.where(chosen, scores.astype(jnp.float32), -jnp.inf)
@@ -37,6 +52,13 @@ def softmax_selected(scores: Float[Array, "*b n"], chosen: Bool[Array, "*b n"]) 
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0))
     total = weights.sum(-1, keepdims=True)
     return weights / jnp.where(total > 0, total, 1)
+
+
+def root_normalized(activations: Float[Array, "*b n"], chosen: Bool[Array, "*#b n"]) -> Float[Array, "*b n"]:
+    """Coefficients of what was chosen, over the root of its number: a sum of so many independent terms keeps its size
+    (PM-13). All 0 where nothing was chosen."""
+    count = jnp.maximum(chosen.sum(-1, keepdims=True), 1)
+    return jnp.where(chosen, activations, 0) * jax.lax.rsqrt(count.astype(jnp.float32))
 
 
 def selected(

@@ -29,3 +29,23 @@ class FeedForward(Part):
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         return self.value(jax.nn.relu(self.key(h))), {}
+
+
+class SwiGLU(Part):
+    """(silu(x W^gate) (x W^in)) W^out: every hidden unit has a gate of its own (PM-02)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        inwards = {"axes": ("storage", "heads"), "rngs": rngs}
+        self.gate = Projection(config.d_model, config.swiglu_width, **inwards)
+        self.key = Projection(config.d_model, config.swiglu_width, **inwards)
+        self.value = Projection(
+            config.swiglu_width, config.d_model, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config)
+        )
+
+    @staticmethod
+    def form() -> Form:
+        """The instance of the family."""
+        return Form("hidden units", "x . k and x . g", "all", "silu(x . g) (x . k)", "rows of W^out")
+
+    def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
+        return self.value(jax.nn.silu(self.gate(h)) * self.key(h)), {}

@@ -11,7 +11,9 @@ from aamoe_jax.aamoe.layer import AAMoELayer
 from aamoe_jax.config import MixerName, ModelConfig
 from aamoe_jax.mixers.all_attention import AllAttention
 from aamoe_jax.mixers.attention import CausalAttention
-from aamoe_jax.mixers.feed_forward import FeedForward
+from aamoe_jax.mixers.clustered import ClusteredAttention
+from aamoe_jax.mixers.dynamic import FilteredAttention, GatedAttention, SquareRootAttention
+from aamoe_jax.mixers.feed_forward import FeedForward, SwiGLU
 from aamoe_jax.mixers.parts import Part, SideBySide
 
 PARTS: Mapping[MixerName, Mapping[str, Callable[..., Part]]] = {
@@ -22,7 +24,12 @@ PARTS: Mapping[MixerName, Mapping[str, Callable[..., Part]]] = {
     "local_attention": {"attention": functools.partial(CausalAttention, selector="window")},
     "strided_attention": {"attention": functools.partial(CausalAttention, selector="strided")},
     "sink_attention": {"attention": functools.partial(CausalAttention, selector="sinks")},
+    "sqrt_attention": {"attention": SquareRootAttention},
+    "gated_attention": {"attention": GatedAttention},
+    "filtered_attention": {"attention": FilteredAttention},
+    "clustered_attention": {"attention": ClusteredAttention},
     "feed_forward": {"feed_forward": FeedForward},
+    "swiglu": {"feed_forward": SwiGLU},
 }
 """The parts that stand side by side in each mixer; `aamoe` alone is a mixer of its own making."""
 

@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import OptimizerConfig
 
-PERSISTENT_ROWS = ("expert_keys", "expert_values", "expert_embeddings", "memory_keys", "memory_values")
-"""Keys and values that are parameters themselves (decision 29; All-Attention's memory is the same thing undivided)."""
+PERSISTENT_ROWS = ("expert_keys", "expert_values", "expert_embeddings", "memory_keys", "memory_values", "centroids")
+"""Keys and values that are parameters themselves (decision 29; All-Attention's memory is the same thing undivided),
+and centroids, which no loss would grow again."""
 STACKED = "periods"
 """The subtree whose parameters have a leading axis over the periods of the stack."""
 PREDICTOR = "predictor"

@@ -4,6 +4,7 @@ That no mixer sees the future is tested in tests/evaluation/test_causality.py, t
 tests/generation/test_decoder.py, and on meshes in tests/sharding/test_meshes.py: each for all mixers by name.
 """
 
+import dataclasses
 import functools
 from typing import get_args
 
@@ -16,16 +17,24 @@ from flax import nnx
 from aamoe_jax.config import AttentionConfig, MixerName, ModelConfig
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.registry import MIXERS, PARTS, build_mixer
-from tests.mixers import oracle_attention
+from tests.mixers import oracle_attention, oracle_dynamic
 from tests.mixers.rows import two_rows
 
 LENGTH = 11
 ROWS = two_rows(LENGTH)
-CONFIG = ModelConfig(
-    d_model=16, num_heads=4, num_layers=2, d_ff=24, attention=AttentionConfig(window=3, stride=4, sinks=2)
+ATTENTION = AttentionConfig(window=3, stride=4, sinks=2, filter_threshold=0.88, clusters=5, clusters_kept=2)
+"""Selections that leave something out of so few tokens."""
+CONFIG = ModelConfig(d_model=16, num_heads=4, num_layers=2, d_ff=24, attention=ATTENTION)
+GROUPED = ModelConfig(
+    d_model=16,
+    num_heads=4,
+    num_kv_heads=2,
+    num_layers=2,
+    d_ff=24,
+    qk_norm="none",
+    attention=dataclasses.replace(ATTENTION, filter="message_norm", filter_threshold=1.0),
 )
-GROUPED = ModelConfig(d_model=16, num_heads=4, num_kv_heads=2, num_layers=2, d_ff=24, qk_norm="none")
-ORACLES = oracle_attention.ORACLES
+ORACLES = oracle_attention.ORACLES | oracle_dynamic.ORACLES
 
 
 @functools.cache
