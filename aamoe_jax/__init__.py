@@ -11,6 +11,7 @@ from aamoe_jax.config import (
     DataConfig,
     ExperimentConfig,
     ModelConfig,
+    MoEConfig,
     OptimizerConfig,
     TrainingConfig,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "Decoder",
     "ExperimentConfig",
     "LanguageModel",
+    "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
     "Sampling",

@@ -29,6 +29,9 @@ MixerName = Literal[
     "clustered_attention",
     "feed_forward",
     "swiglu",
+    "moe",
+    "switch",
+    "relu_moe",
 ]
 Selector = Literal["all", "window", "strided", "sinks"]
 Remat = Literal["none", "dots", "full"]
@@ -186,6 +189,41 @@ class AttentionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Mixtures of experts in place of a feed-forward: `moe`, `switch` and `relu_moe` (UNI-03, UNI-04, UNI-11)."""
+
+    num_experts: int = 8
+    top_k: int = 2
+    """Experts of a token in `moe`; in `relu_moe` how many its sparsity loss aims at, on average. `switch` has one."""
+    expert_width: int | None = None
+    """Hidden width of an expert. None: d_ff / top_k, so that top_k experts cost what the feed-forward does."""
+    coefficients: Literal["softmax_selected", "softmax_then_topk"] = "softmax_selected"
+    """Of `moe`: a softmax over the chosen experts, or over all of them, of which the chosen keep their share."""
+    router: Literal["linear", "attention"] = "linear"
+    """Scores of the experts: x W, or attention among the experts of one token (UNI-09)."""
+    router_input: Literal["token", "causal_conv"] = "token"
+    """What the router sees: the token, or a short causal convolution over it and the tokens before (UNI-10)."""
+    capacity_factor: float = 1.25
+    """Of `switch`: an expert takes so many times its even share of a group of tokens; the others pass the layer by."""
+    capacity_tokens: int = 256
+    """Of `switch`: tokens of a document that make a group. Shares are taken in their order."""
+    balance_weight: float = 0.01
+    """Weight of the balancing loss of `moe` and `switch`."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "num_experts", "top_k", "capacity_factor", "capacity_tokens")
+        if self.top_k > self.num_experts:
+            _refuse(self, "top_k", f"must be at most num_experts = {self.num_experts}")
+        if self.expert_width is not None and self.expert_width < 1:
+            _refuse(self, "expert_width", "must be at least 1, or None for d_ff / top_k")
+        _require_choice(self, "coefficients", ("softmax_selected", "softmax_then_topk"))
+        _require_choice(self, "router", ("linear", "attention"))
+        _require_choice(self, "router_input", ("token", "causal_conv"))
+        if self.balance_weight < 0:
+            _refuse(self, "balance_weight", "must be at least 0")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Embedding, a stack of mixers, norm, logits."""
 
@@ -216,6 +254,7 @@ class ModelConfig:
     by shape. None: the best for the device."""
     aamoe: AAMoEConfig = dataclasses.field(default_factory=AAMoEConfig)
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
+    moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
 
     def __post_init__(self) -> None:
         _require_positive(self, "vocab_size", "d_model", "num_heads", "num_layers", "rope_base")
@@ -287,6 +326,12 @@ class ModelConfig:
         """Hidden units of a SwiGLU: d_ff, or else 8/3 d_model, whose three matrices have the parameters of a
         feed-forward's two; rounded up to a multiple of num_heads, so that a mesh divides both alike."""
         return self.d_ff if self.d_ff is not None else -(-8 * self.d_model // (3 * self.num_heads)) * self.num_heads
+
+    @property
+    def expert_width(self) -> int:
+        """Hidden width of an expert of a mixture."""
+        width = self.moe.expert_width
+        return width if width is not None else max(self.ff_width // self.moe.top_k, 1)
 
     @property
     def betas(self) -> tuple[float, ...]:

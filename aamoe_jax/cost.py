@@ -18,6 +18,7 @@ import numpy as np
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.base import Statistics
+from aamoe_jax.mixers.routers import TOKENS_BEFORE
 
 # Peak dense bfloat16 FLOP/s of one device as JAX counts devices (vendors' data sheets).
 PEAK_FLOPS = {
@@ -80,6 +81,15 @@ def clustered_attention_flops_per_token(config: ModelConfig, length: int) -> int
     return attention_flops_per_token(config, length) + 2 * config.attention.clusters * widths
 
 
+def experts_flops_per_token(config: ModelConfig, experts: int) -> int:
+    """Scores of all E experts, 2 d E or 6 d E + 4 E^2 (and 6 d for a convolution), and 4 d w for each that computes."""
+    d, count = config.d_model, config.moe.num_experts
+    scores = 2 * d * count if config.moe.router == "linear" else 6 * d * count + 4 * count**2
+    if config.moe.router_input == "causal_conv":
+        scores += 2 * d * TOKENS_BEFORE
+    return scores + 4 * d * config.expert_width * experts
+
+
 MIXER_FLOPS: dict[str, Callable[[ModelConfig, int], int]] = {
     "aamoe": aamoe_flops_per_token,
     "parallel": parallel_flops_per_token,
@@ -95,6 +105,11 @@ MIXER_FLOPS: dict[str, Callable[[ModelConfig, int], int]] = {
     "clustered_attention": clustered_attention_flops_per_token,
     "feed_forward": lambda config, length: 4 * config.d_model * config.ff_width,
     "swiglu": lambda config, length: 6 * config.d_model * config.swiglu_width,
+    "moe": lambda config, length: experts_flops_per_token(config, config.moe.top_k),
+    # Tokens that found no room cost less.
+    "switch": lambda config, length: experts_flops_per_token(config, 1),
+    # What its sparsity loss aims at; at the start half of all experts have a positive score.
+    "relu_moe": lambda config, length: experts_flops_per_token(config, config.moe.top_k),
 }
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, Shaped
 
 from aamoe_jax.config import ModelConfig
 
@@ -55,7 +55,7 @@ def split_heads(x: Float[Array, "*batch d"], head_dim: int) -> Float[Array, "*ba
     return x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)
 
 
-def flatten_tokens(x: Num[Array, "b L *rest"]) -> Num[Array, "bL *rest"]:
+def flatten_tokens(x: Shaped[Array, "b L *rest"]) -> Shaped[Array, "bL *rest"]:
     """The tokens of all rows in one list: they share the experts' work."""
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 

@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
@@ -63,6 +64,15 @@ class Shards:
         if not (axes := self._moving(axes)):
             return x
         return jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+
+    def end_of_part_before(self, x: Array, length: int) -> Array:
+        """The last `length` tokens of the part of the rows before this one along `resource`; zeros before the first."""
+        if self.resource == 1:
+            return jnp.zeros((x.shape[0], length, *x.shape[2:]), x.dtype)
+        if x.shape[1] < length:
+            raise ValueError(f"{x.shape[1]} tokens of a row on each part of `resource`: must be at least {length}")
+        before = [(i, i + 1) for i in range(self.resource - 1)]
+        return jax.lax.ppermute(x[:, -length:], RESOURCE, before)
 
     def for_use(self, param: nnx.Param, dtype: str) -> Array:
         """A parameter as it is used: gathered from where it is stored, still divided by heads and resources.

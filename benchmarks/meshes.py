@@ -55,7 +55,7 @@ SMALL = (
 QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 PAIRS = ("pairs_local", "pairs_context", "pairs_expert")
-COUNTS = (*PAIRS, "neurons_added", "neurons_offered", "pairs_compared", "pairs_offered")
+COUNTS = (*PAIRS, "neurons_added", "neurons_offered", "pairs_compared", "pairs_offered", "moe_load", "moe_dropped")
 MASS = ("mass_local", "mass_context", "mass_expert")
 
 Gradients = dict[str, Any]
@@ -72,7 +72,7 @@ class Row:
     gradient: float
     """The largest difference in any parameter's gradient, over the largest entry of that gradient."""
     pairs: float
-    """The largest difference in how many resources of a kind, or neurons, a layer gave."""
+    """The largest difference in how many resources of a kind, neurons, or tokens of an expert, a layer gave."""
     mass: float
     """The largest difference in a kind's share of a layer's attention, which is not exact where resources are divided.
     """

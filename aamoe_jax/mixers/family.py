@@ -61,6 +61,12 @@ def root_normalized(activations: Float[Array, "*b n"], chosen: Bool[Array, "*#b 
     return jnp.where(chosen, activations, 0) * jax.lax.rsqrt(count.astype(jnp.float32))
 
 
+def top_selected(scores: Float[Array, "*b n"], k: int) -> Bool[Array, "*b n"]:
+    """The k highest scores; ties go to the lower index."""
+    _, index = jax.lax.top_k(scores, k)
+    return jax.nn.one_hot(index, scores.shape[-1], dtype=bool).any(-2)
+
+
 def selected(
     selector: Selector, config: AttentionConfig, distance: Int[Array, "*#b"], position: Int[Array, "*#b"]
 ) -> Bool[Array, "*b"]:

@@ -13,6 +13,7 @@ from aamoe_jax.mixers.all_attention import AllAttention
 from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.clustered import ClusteredAttention
 from aamoe_jax.mixers.dynamic import FilteredAttention, GatedAttention, SquareRootAttention
+from aamoe_jax.mixers.experts import ReLUExperts, SwitchExperts, TopKExperts
 from aamoe_jax.mixers.feed_forward import FeedForward, SwiGLU
 from aamoe_jax.mixers.parts import Part, SideBySide
 
@@ -30,6 +31,9 @@ PARTS: Mapping[MixerName, Mapping[str, Callable[..., Part]]] = {
     "clustered_attention": {"attention": ClusteredAttention},
     "feed_forward": {"feed_forward": FeedForward},
     "swiglu": {"feed_forward": SwiGLU},
+    "moe": {"experts": TopKExperts},
+    "switch": {"experts": SwitchExperts},
+    "relu_moe": {"experts": ReLUExperts},
 }
 """The parts that stand side by side in each mixer; `aamoe` alone is a mixer of its own making."""
 

@@ -293,6 +293,7 @@ def test_rooms_are_found_by_walking_the_schema():
         "AAMoEConfig",
         "BudgetConfig",
         "AttentionConfig",
+        "MoEConfig",
         "DataConfig",
         "OptimizerConfig",
         "TrainingConfig",

@@ -14,17 +14,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from aamoe_jax.config import AttentionConfig, MixerName, ModelConfig
+from aamoe_jax.config import AttentionConfig, MixerName, ModelConfig, MoEConfig
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.registry import MIXERS, PARTS, build_mixer
-from tests.mixers import oracle_attention, oracle_dynamic
+from tests.mixers import oracle_attention, oracle_dynamic, oracle_experts
 from tests.mixers.rows import two_rows
 
 LENGTH = 11
 ROWS = two_rows(LENGTH)
 ATTENTION = AttentionConfig(window=3, stride=4, sinks=2, filter_threshold=0.88, clusters=5, clusters_kept=2)
 """Selections that leave something out of so few tokens."""
-CONFIG = ModelConfig(d_model=16, num_heads=4, num_layers=2, d_ff=24, attention=ATTENTION)
+MOE = MoEConfig(num_experts=3, expert_width=5, capacity_factor=1.0, capacity_tokens=4)
+"""Experts so few that they overflow."""
+CONFIG = ModelConfig(d_model=16, num_heads=4, num_layers=2, d_ff=24, attention=ATTENTION, moe=MOE)
 GROUPED = ModelConfig(
     d_model=16,
     num_heads=4,
@@ -33,8 +35,9 @@ GROUPED = ModelConfig(
     d_ff=24,
     qk_norm="none",
     attention=dataclasses.replace(ATTENTION, filter="message_norm", filter_threshold=1.0),
+    moe=dataclasses.replace(MOE, coefficients="softmax_then_topk", router="attention", router_input="causal_conv"),
 )
-ORACLES = oracle_attention.ORACLES | oracle_dynamic.ORACLES
+ORACLES = oracle_attention.ORACLES | oracle_dynamic.ORACLES | oracle_experts.ORACLES
 
 
 @functools.cache
