@@ -17,6 +17,7 @@ BudgetNormalizer = Literal["row", "prefix"]
 Local = Literal["window", "chunk", "routed", "none"]
 MixerName = Literal[
     "aamoe",
+    "mixture_of_depths",
     "parallel",
     "all_attention",
     "attention",
@@ -239,6 +240,8 @@ class ModelConfig:
     d_ff: int | None = None
     """Hidden width of feed-forwards and of All-Attention's memory. None: 4 * d_model; of a SwiGLU, with its third
     matrix, 8/3 d_model."""
+    depth_capacity: float = 0.125
+    """Of `mixture_of_depths`: the share of a row's tokens that goes through the layer."""
     norm: Literal["rms", "layer"] = "rms"
     qk_norm: Literal["none", "rms"] = "rms"
     rope_base: float = 10_000.0
@@ -269,6 +272,8 @@ class ModelConfig:
             _refuse(self, "num_kv_heads", f"must divide num_heads = {self.num_heads}")
         if self.d_ff is not None and self.d_ff < 1:
             _refuse(self, "d_ff", "must be at least 1, or None for 4 * d_model")
+        if not 0 < self.depth_capacity <= 1:
+            _refuse(self, "depth_capacity", "must be in (0, 1]")
         _require_choice(self, "norm", ("rms", "layer"))
         _require_choice(self, "qk_norm", ("none", "rms"))
         _require_choice(self, "embedding", ("tied", "untied"))

@@ -10,6 +10,7 @@ Notation: d width, m keys per resource, l chunks per row, E experts, n hidden wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -90,8 +91,16 @@ def experts_flops_per_token(config: ModelConfig, experts: int) -> int:
     return scores + 4 * d * config.expert_width * experts
 
 
+def mixture_of_depths_flops_per_token(config: ModelConfig, length: int) -> int:
+    """The parallel layer for the tokens that go through, among themselves; router and predictor for all."""
+    capacity, width = config.depth_capacity, config.aamoe.budget.predictor_width
+    through = capacity * parallel_flops_per_token(config, math.ceil(capacity * length))
+    return round(through) + 2 * config.d_model * (width + 1) + 2 * width
+
+
 MIXER_FLOPS: dict[str, Callable[[ModelConfig, int], int]] = {
     "aamoe": aamoe_flops_per_token,
+    "mixture_of_depths": mixture_of_depths_flops_per_token,
     "parallel": parallel_flops_per_token,
     # The n persistent vectors cost what the feed-forward of width n does.
     "all_attention": parallel_flops_per_token,

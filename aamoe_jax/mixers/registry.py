@@ -12,6 +12,7 @@ from aamoe_jax.config import MixerName, ModelConfig
 from aamoe_jax.mixers.all_attention import AllAttention
 from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.clustered import ClusteredAttention
+from aamoe_jax.mixers.depth import MixtureOfDepths
 from aamoe_jax.mixers.dynamic import FilteredAttention, GatedAttention, SquareRootAttention
 from aamoe_jax.mixers.experts import ReLUExperts, SwitchExperts, TopKExperts
 from aamoe_jax.mixers.feed_forward import FeedForward, SwiGLU
@@ -35,11 +36,14 @@ PARTS: Mapping[MixerName, Mapping[str, Callable[..., Part]]] = {
     "switch": {"experts": SwitchExperts},
     "relu_moe": {"experts": ReLUExperts},
 }
-"""The parts that stand side by side in each mixer; `aamoe` alone is a mixer of its own making."""
+"""The parts that stand side by side in each mixer."""
 
-MIXERS: tuple[MixerName, ...] = ("aamoe", *PARTS)
+WHOLE: Mapping[MixerName, Callable[..., nnx.Module]] = {"aamoe": AAMoELayer, "mixture_of_depths": MixtureOfDepths}
+"""Mixers of their own making: they choose among tokens before anything is computed of them."""
+
+MIXERS: tuple[MixerName, ...] = (*WHOLE, *PARTS)
 
 
 def build_mixer(name: MixerName, config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
     """The mixer called `name`."""
-    return AAMoELayer(config, rngs=rngs) if name == "aamoe" else SideBySide(PARTS[name], config, rngs=rngs)
+    return WHOLE[name](config, rngs=rngs) if name in WHOLE else SideBySide(PARTS[name], config, rngs=rngs)

@@ -18,6 +18,7 @@ BASELINES = (
     "context_only.gin",
     "uniform.gin",
     "separate.gin",
+    "mixture_of_depths.gin",
 )
 
 

@@ -16,8 +16,8 @@ from flax import nnx
 
 from aamoe_jax.config import AttentionConfig, MixerName, ModelConfig, MoEConfig
 from aamoe_jax.mixers.base import Context
-from aamoe_jax.mixers.registry import MIXERS, PARTS, build_mixer
-from tests.mixers import oracle_attention, oracle_dynamic, oracle_experts
+from aamoe_jax.mixers.registry import MIXERS, build_mixer
+from tests.mixers import oracle_attention, oracle_depth, oracle_dynamic, oracle_experts
 from tests.mixers.rows import two_rows
 
 LENGTH = 11
@@ -37,7 +37,7 @@ GROUPED = ModelConfig(
     attention=dataclasses.replace(ATTENTION, filter="message_norm", filter_threshold=1.0),
     moe=dataclasses.replace(MOE, coefficients="softmax_then_topk", router="attention", router_input="causal_conv"),
 )
-ORACLES = oracle_attention.ORACLES | oracle_dynamic.ORACLES | oracle_experts.ORACLES
+ORACLES = oracle_attention.ORACLES | oracle_depth.ORACLES | oracle_dynamic.ORACLES | oracle_experts.ORACLES
 
 
 @functools.cache
@@ -61,6 +61,7 @@ def case(name: str, config: ModelConfig):
 
 def test_every_name_of_the_config_is_a_mixer():
     assert set(MIXERS) == set(get_args(MixerName))
+    assert set(ORACLES) == set(MIXERS) - {"aamoe"}  # whose definition is tests/aamoe, piece by piece
 
 
 def float64(tree):
@@ -68,7 +69,7 @@ def float64(tree):
 
 
 @pytest.mark.parametrize("config", [CONFIG, GROUPED], ids=["plain", "grouped"])
-@pytest.mark.parametrize("name", sorted(PARTS))
+@pytest.mark.parametrize("name", sorted(ORACLES))
 def test_it_is_its_definition(name, config):
     if name == "all_attention" and config is GROUPED:
         config = CONFIG  # its memory has all heads
@@ -77,7 +78,7 @@ def test_it_is_its_definition(name, config):
     np.testing.assert_allclose(jax.jit(apply)(params, h), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", sorted(PARTS))
+@pytest.mark.parametrize("name", sorted(ORACLES))
 def test_its_gradients_are_differences_of_its_definition(name):
     """Along a random direction of all parameters and the input at once, and along each parameter alone."""
     apply, params, h = case(name, CONFIG)

@@ -85,7 +85,7 @@ class TestEveryKindOfLayer:
             "AAMoEConfig.local = 'routed'",
             "AAMoEConfig.max_resources = 3",
             "BudgetConfig.expert_price = 1.5",
-            "ModelConfig.pattern = ('aamoe', 'parallel', 'all_attention')",
+            "ModelConfig.pattern = ('aamoe', 'parallel', 'all_attention+mixture_of_depths')",
             "ModelConfig.num_layers = 3",
             "ModelConfig.embedding = 'tied'",
         )

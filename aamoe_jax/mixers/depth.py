@@ -1,0 +1,146 @@
+"""Mixture of Depths: a layer that a share of the tokens goes through (AA-32; Raposo et al. 2024).
+
+A router weighs every token; the best of the row go through a parallel transformer layer, among themselves, and what
+it gives them is scaled by their weight. To be the best of a row is to know the future: a predictor, trained beside,
+guesses from the token alone whether it will be, and chooses wherever budgets have to be causal.
+
+Shapes: b rows, L tokens per row, n of them here, C tokens of a row that go through, d width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from aamoe_jax.config import ModelConfig
+from aamoe_jax.layers import rotation
+from aamoe_jax.mixers.attention import CausalAttention
+from aamoe_jax.mixers.base import Context, Statistics, Turns
+from aamoe_jax.mixers.cache import KeyValueCache
+from aamoe_jax.mixers.family import Form
+from aamoe_jax.mixers.feed_forward import FeedForward
+from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS
+
+
+class DepthCache(NamedTuple):
+    """Keys and values of the tokens that went through, one after the other."""
+
+    attention: KeyValueCache
+    count: Int[Array, "b"]
+
+
+class MixtureOfDepths(nnx.Module):
+    """r_i (MHA(h) + FF(h))_i for the tokens that were chosen, 0 for the others."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        width, hidden = config.d_model, config.aamoe.budget.predictor_width
+        self.attention = CausalAttention(config, rngs=rngs)
+        self.feed_forward = FeedForward(config, rngs=rngs)
+        self.router = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (width,)), axes=(None,))
+        self.hidden = nnx.Param(
+            width**-0.5 * jax.random.normal(rngs.params(), (width, hidden)), axes=("storage_float32", None)
+        )
+        self.predictor = nnx.Param(hidden**-0.5 * jax.random.normal(rngs.params(), (hidden,)), axes=(None,))
+
+    @staticmethod
+    def form() -> Form:
+        """The instance of the family."""
+        return Form(
+            "earlier tokens", "q . k / sqrt(k)", "the row's best C by w . h", "w . h times softmax", "x W^V, then W^O"
+        )
+
+    def __call__(self, h: Float[Array, "b n d"], context: Context) -> tuple[Float[Array, "b n d"], Statistics]:
+        shards = context.shards
+        weight, guess = self._weights(h), self._guess(h)
+        weight_of_row = shards.gather(weight, TOKENS)
+        best = self._best(weight_of_row, context.segment_ids > 0)
+        chosen = best if context.budget == "row" else shards.gather(guess, TOKENS) > 0
+        room = self._room(chosen.shape[1]) if context.budget == "row" else chosen.shape[1]
+        through = self._through(shards.gather(h, TOKENS), chosen & (context.segment_ids > 0), room, context)
+        output = shards.scatter_sum(shards.part(through, RESOURCE), TENSOR)
+        return output * weight[..., None].astype(h.dtype), self._statistics(guess, shards.part(best, TOKENS), context)
+
+    def empty_cache(self, rows: int, length: int) -> DepthCache:
+        """Room for `length` tokens in every row."""
+        return DepthCache(self.attention.empty_cache(rows, length), jnp.zeros(rows, jnp.int32))
+
+    def fill(self, h: Float[Array, "b L d"], context: Context, cache: DepthCache) -> DepthCache:
+        """The cache after a prompt: of the tokens that the predictor chooses."""
+        chosen = (self._guess(h) > 0) & context.real
+        taken, inner, _ = self._take(h, chosen, h.shape[1], context)
+        return DepthCache(self.attention.fill(taken, inner, cache.attention), chosen.sum(-1).astype(jnp.int32))
+
+    def decode(
+        self, h: Float[Array, "b 1 d"], context: Context, cache: DepthCache
+    ) -> tuple[Float[Array, "b 1 d"], DepthCache]:
+        """One more token in every row; it is written where the last that went through left off."""
+        chosen = self._guess(h)[:, 0] > 0
+        inner = dataclasses.replace(context, positions=cache.count[:, None], known_turns=self._turns(context.positions))
+        attended, after = self.attention.decode(h, inner, cache.attention)
+        output = (attended + self.feed_forward(h, inner)[0]) * self._weights(h)[..., None].astype(h.dtype)
+        heads = self.config.kv_heads
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(jnp.repeat(chosen, heads)[:, None, None], new, old), after, cache.attention
+        )
+        return jnp.where(chosen[:, None, None], output, 0), DepthCache(kept, cache.count + chosen)
+
+    def _through(
+        self, h: Float[Array, "b L d"], chosen: Bool[Array, "b L"], room: int, context: Context
+    ) -> Float[Array, "b L d"]:
+        """What the layer gives the chosen tokens of whole rows; of divided heads, their part of it."""
+        taken, inner, place = self._take(h, chosen, room, context)
+        output = self.attention(taken, inner)[0] + self.feed_forward(taken, inner)[0]
+        output = jnp.where((inner.segment_ids > 0)[..., None], output, 0)
+        rows = jnp.arange(h.shape[0])[:, None]
+        return jnp.zeros(h.shape, output.dtype).at[rows, place].add(output)
+
+    def _take(
+        self, h: Float[Array, "b L d"], chosen: Bool[Array, "b L"], room: int, context: Context
+    ) -> tuple[Float[Array, "b C d"], Context, Int[Array, "b C"]]:
+        """The chosen tokens in order, padded; the rows around them; and where they stood."""
+        place = jnp.argsort(~chosen, axis=1, stable=True)[:, :room]
+        segments, positions, is_chosen = (
+            jnp.take_along_axis(x, place, axis=1) for x in (context.segment_ids, context.positions, chosen)
+        )
+        inner = dataclasses.replace(
+            context,
+            segment_ids=jnp.where(is_chosen, segments, 0),
+            positions=positions,
+            known_turns=self._turns(positions),
+            shards=dataclasses.replace(context.shards, resource=1),  # every shard has the whole row
+        )
+        return jnp.take_along_axis(h, place[..., None], axis=1), inner, place
+
+    def _turns(self, positions: Int[Array, "b C"]) -> Turns:
+        heads = rotation(positions, self.config.head_dim, self.config.rope_base)
+        return Turns(heads, heads, heads)  # attention turns heads alone
+
+    def _weights(self, h: Float[Array, "b n d"]) -> Float[Array, "b n"]:
+        return h.astype(jnp.float32) @ self.router[...]
+
+    def _guess(self, h: Float[Array, "b n d"]) -> Float[Array, "b n"]:
+        """Logit of being among the best of the row. Gradients stop at h: to guess never changes what is guessed."""
+        h = jax.lax.stop_gradient(h).astype(jnp.float32)
+        return jax.nn.relu(h @ self.hidden[...]) @ self.predictor[...]
+
+    def _room(self, length: int) -> int:
+        return max(1, math.ceil(self.config.depth_capacity * length))
+
+    def _best(self, weight: Float[Array, "b L"], real: Bool[Array, "b L"]) -> Bool[Array, "b L"]:
+        """The C best of every row; ties to the earlier token."""
+        order = jnp.argsort(jnp.where(real, -weight, jnp.inf), axis=1, stable=True)
+        rank = jnp.argsort(order, axis=1)
+        return (rank < self._room(weight.shape[1])) & real
+
+    def _statistics(self, guess: Float[Array, "b n"], best: Bool[Array, "b n"], context: Context) -> Statistics:
+        """Sums over real tokens: the predictor's cross-entropy, how many are the best, on how many both agree."""
+        loss = jnp.where(context.real, jax.nn.softplus(jnp.where(best, -guess, guess)), 0).sum()
+        counts = {"depth_tokens": context.real, "depth_best": best, "depth_agree": ((guess > 0) == best) & context.real}
+        return {"predictor_loss": loss} | {name: x.sum().astype(jnp.float32) for name, x in counts.items()}

@@ -1,0 +1,31 @@
+"""Mixture of Depths in NumPy and float64, where the predictor chooses."""
+
+import numpy as np
+
+from aamoe_jax.config import ModelConfig
+from tests.mixers.oracle_attention import attend
+from tests.mixers.rows import Rows
+
+
+def mixture_of_depths(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig) -> np.ndarray:
+    guess = np.maximum(h @ params["hidden"], 0) @ params["predictor"]
+    return through(params, h, rows, config, guess > 0)
+
+
+def through(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig, chosen: np.ndarray) -> np.ndarray:
+    """The chosen tokens of each row by themselves, as if there were no others."""
+    output = np.zeros_like(h)
+    for row in range(len(h)):
+        at = np.flatnonzero(chosen[row] & (rows.segment_ids[row] > 0))
+        if not len(at):
+            continue
+        alone = Rows(rows.segment_ids[row : row + 1, at], rows.positions[row : row + 1, at])
+        taken = h[row : row + 1, at]
+        feed_forward = params["feed_forward"]
+        hidden = np.maximum(taken @ feed_forward["key"]["kernel"], 0) @ feed_forward["value"]["kernel"]
+        layer = attend(params["attention"], taken, alone, config) + hidden
+        output[row, at] = layer[0] * (taken[0] @ params["router"])[:, None]
+    return output
+
+
+ORACLES = {"mixture_of_depths": mixture_of_depths}
