@@ -11,6 +11,7 @@ import pytest
 
 from aamoe_jax.config import (
     AAMoEConfig,
+    AttentionConfig,
     BudgetConfig,
     ConfigError,
     DataConfig,
@@ -55,6 +56,11 @@ class TestRefusals:
             (AAMoEConfig, {"max_resources": 0}, "max_resources", "must be at least 1, or None for all"),
             (AAMoEConfig, {"context": "none", "num_experts": 0, "local": "none"}, "num_experts", "at least one expert"),
             (AAMoEConfig, {"context": "none", "local": "routed"}, "local", "the own chunk cannot be routed"),
+            (AttentionConfig, {"filter": "loud"}, "filter", "must be one of 'none', 'message_norm', 'learned'"),
+            (AttentionConfig, {"filter_threshold": -0.1}, "filter_threshold", "must be a number of at least 0"),
+            (AttentionConfig, {"filter_room": 0.0}, "filter_room", "must be in (0, 1]"),
+            (AttentionConfig, {"clusters": 0}, "clusters", "must be a positive number"),
+            (AttentionConfig, {"clusters_kept": 17}, "clusters_kept", "must be at most clusters = 16"),
             (ModelConfig, {"num_layers": 0}, "num_layers", "must be a positive number"),
             (ModelConfig, {"d_model": 30}, "d_model", "must be divisible by num_heads = 4"),
             (ModelConfig, {"d_model": 12}, "d_model", "must be even"),

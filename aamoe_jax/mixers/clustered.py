@@ -71,7 +71,7 @@ class ClusteredAttention(CausalAttention):
 
     def ranked(
         self, h: Float[Array, "b L d"], context: Context
-    ) -> tuple[Float[Array, "b H L S"], Float[Array, "b S G k"], Int[Array, "b H L S"], Bool[Array, "b 1 L S"]]:
+    ) -> tuple[Float[Array, "b H L S"], Float[Array, "b S G k"], Int[Array, "b H L S"], Bool[Array, "b H L S"]]:
         """Scores of all keys, values, ranks of the keys' clusters (0 for the token itself), and which keys are seen."""
         shards = context.shards
         query, key, value = self.qkv.grouped(h)
@@ -81,6 +81,7 @@ class ClusteredAttention(CausalAttention):
         rank = _of_keys(self.ranks(query), self._for_heads(cluster.swapaxes(1, 2)))
         itself = shards.part(jnp.eye(cluster.shape[1], dtype=bool)[None], RESOURCE)
         visible = shards.part(self._visible(context), RESOURCE)[:, None]
+        visible = jnp.broadcast_to(visible, rank.shape)
         return head_scores(rotate_heads(query, turn), turned), value, jnp.where(itself, 0, rank), visible
 
     def empty_cache(self, rows: int, length: int) -> ClusteredCache:
@@ -122,8 +123,7 @@ class ClusteredAttention(CausalAttention):
         scores, value, rank, visible = self.ranked(h, context)
         chosen = visible & (rank < self.config.attention.clusters_kept)
         real = context.shards.part(context.segment_ids, RESOURCE)[:, None, :, None] > 0
-        compared = (chosen & real).sum().astype(jnp.float32)
-        offered = scores.shape[1] * (visible & real).sum().astype(jnp.float32)
+        compared, offered = ((x & real).sum().astype(jnp.float32) for x in (chosen, visible))
         return scores, value, chosen, {"pairs_compared": compared, "pairs_offered": offered}
 
     def _for_heads(self, x: Int[Array, "b G n"]) -> Int[Array, "b H n"]:

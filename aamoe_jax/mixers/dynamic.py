@@ -31,7 +31,10 @@ KEPT_AT_START = 2.0
 
 
 class SquareRootAttention(CausalAttention):
-    """(q K^T / sqrt(k)) V / sqrt(n) over the n tokens so far, and W^O over all heads (PM-13)."""
+    """(q K^T / sqrt(k)) V / sqrt(n) over the n tokens so far, and W^O over all heads (PM-13).
+
+    The root keeps the size of a sum of independent terms; what tokens have in common still grows with sqrt(n).
+    """
 
     @staticmethod
     def form() -> Form:

@@ -1,0 +1,250 @@
+"""What makes a head a network of tokens: neurons without softmax, with gates, left out, routed to (PM-02, PM-10 to 13).
+
+That every one of these is its definition, sees no future, and decodes as it was trained is tested for all mixers by
+name; here are the claims of their own.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from aamoe_jax.analysis import clusters
+from aamoe_jax.config import AttentionConfig, ModelConfig
+from aamoe_jax.cost import parameter_count
+from aamoe_jax.generation.decoder import Decoder
+from aamoe_jax.mixers.attention import CausalAttention
+from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.clustered import ClusteredAttention
+from aamoe_jax.mixers.dynamic import FilteredAttention, GatedAttention, SquareRootAttention
+from aamoe_jax.mixers.feed_forward import FeedForward, SwiGLU
+from tests.aamoe.helpers import apply, context_of, inputs
+from tests.generation.helpers import assert_parity
+from tests.mixers.oracle_dynamic import filter_gate
+from tests.test_model import params_of, tokens_of
+
+LENGTH = 23
+SEGMENTS = jnp.asarray([[1] * LENGTH, [1] * 9 + [2] * 11 + [0] * 3])
+REAL = int((SEGMENTS > 0).sum())
+
+
+def config_of(**attention) -> ModelConfig:
+    return ModelConfig(d_model=32, num_heads=4, num_layers=2, attention=AttentionConfig(**attention))
+
+
+def applied(part_type, config: ModelConfig):
+    """Output and statistics of a fresh part over two rows; parts of one seed have their projections in common."""
+    part = part_type(config, rngs=nnx.Rngs(0))
+    return apply(part, inputs(2, LENGTH), context_of(config, 2, LENGTH, segment_ids=SEGMENTS))
+
+
+def parameters_of(part_type, config: ModelConfig) -> int:
+    return parameter_count(nnx.eval_shape(lambda: part_type(config, rngs=nnx.Rngs(0))))
+
+
+class TestPM02:
+    def test_gates_cost_no_parameters_where_the_width_is_left_to_the_config(self):
+        config = dataclasses.replace(config_of(), d_model=3 * 64, num_heads=4)
+        assert parameters_of(SwiGLU, config) == parameters_of(FeedForward, config)
+
+    def test_a_width_that_is_given_is_that_of_the_hidden_units(self):
+        config = dataclasses.replace(config_of(), d_ff=48)
+        assert parameters_of(SwiGLU, config) == 3 * 32 * 48
+
+
+@pytest.mark.parametrize("part_type", [SquareRootAttention, GatedAttention])
+def test_pm_13_a_head_keeps_its_size_from_8_to_8192_neurons(part_type):
+    """Of independent patterns and messages. The sum itself would grow by sqrt(1024) = 32, which is no factor of 2."""
+    config, rows = config_of(), 8
+    part = part_type(config, rngs=nnx.Rngs(0))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def deviation(n):
+        empty, key = part.empty_cache(rows, n), jax.random.key(n)
+        keys = jax.random.split(key, len(jax.tree.leaves(empty)))
+        random = [jax.random.normal(key, x.shape) for key, x in zip(keys, jax.tree.leaves(empty), strict=True)]
+        last = Context(jnp.ones((rows, 1), jnp.int32), jnp.full((rows, 1), n - 1), "prefix", 1.0)
+        return part.decode(inputs(rows, 1), last, jax.tree.unflatten(jax.tree.structure(empty), random))[0].std()
+
+    found = {n: float(deviation(n)) for n in (8, 256, 8192)}
+    assert max(found.values()) < 2 * min(found.values()), found
+    sums = [deviation * n**0.5 for n, deviation in found.items()]
+    assert max(sums) > 15 * min(sums)
+
+
+def test_pm_12_a_closed_gate_keeps_a_neuron_out():
+    config = config_of()
+    part = GatedAttention(config, rngs=nnx.Rngs(0))
+    part.gate.kernel[...] = jnp.zeros_like(part.gate.kernel[...])
+    shut, _ = apply(part, inputs(2, LENGTH), context_of(config, 2, LENGTH, segment_ids=SEGMENTS))
+    assert jnp.abs(applied(GatedAttention, config)[0]).max() > 0.01
+    np.testing.assert_array_equal(shut, 0)
+
+
+class TestPM10:
+    @pytest.mark.parametrize(
+        "attention",
+        [{"filter": "none"}, {"filter": "message_norm", "filter_threshold": 0.0}, {"filter_threshold": 0.0}],
+        ids=["none", "message_norm", "learned"],
+    )
+    def test_a_threshold_of_zero_keeps_all(self, attention):
+        """The learned filter too, before it has learned: it adds the same to all scores."""
+        config = config_of(**attention)
+        wanted, _ = applied(CausalAttention, config)
+        found, about = applied(FilteredAttention, config)
+        np.testing.assert_allclose(found[SEGMENTS > 0], wanted[SEGMENTS > 0], atol=1e-6)
+        assert about["neurons_added"] == about["neurons_offered"] == 4 * REAL
+
+    def test_what_is_kept_is_counted(self):
+        config = config_of(filter="message_norm", filter_threshold=1.0)
+        _, about = applied(FilteredAttention, config)
+        state = nnx.to_pure_dict(nnx.state(FilteredAttention(config, rngs=nnx.Rngs(0))))
+        params = jax.tree.map(lambda x: np.asarray(x, np.float64), {"parts": {"attention": state}})
+        gate = filter_gate(params, np.asarray(inputs(2, LENGTH), np.float64), config)
+        assert about["neurons_added"] == (gate[np.asarray(SEGMENTS) > 0] > 0).sum()
+        assert 0.2 < about["neurons_added"] / about["neurons_offered"] < 0.8
+
+    def test_a_head_without_neurons_is_silent(self):
+        found, about = applied(FilteredAttention, config_of(filter="message_norm", filter_threshold=50.0))
+        np.testing.assert_array_equal(found, 0)
+        assert about["neurons_added"] == 0
+
+    def test_a_message_is_measured_against_that_of_random_input(self):
+        """A threshold means the same whatever the size of W^V and W^O."""
+        config = config_of(filter="message_norm", filter_threshold=1.0)
+        part = FilteredAttention(config, rngs=nnx.Rngs(0))
+        h = inputs(64, LENGTH)
+        value = part.qkv.grouped(h)[2]
+        norms = part._message_norm(value)
+        assert jnp.sqrt(jnp.square(norms).mean()) == pytest.approx(1, rel=0.02)
+        part.output.kernel[...] = 7 * part.output.kernel[...]
+        np.testing.assert_allclose(part._message_norm(value), norms, rtol=1e-5)
+
+    def test_the_cache_shrinks(self):
+        config = config_of(filter_room=0.5)
+        small, dense = (
+            jax.eval_shape(lambda kind=kind: kind(config, rngs=nnx.Rngs(0)).empty_cache(3, 64))
+            for kind in (FilteredAttention, CausalAttention)
+        )
+        assert small.neurons.key.size * 2 == dense.key.size
+        assert small.neurons.value.size * 2 == dense.value.size
+
+    def test_in_no_more_room_than_it_needs_it_decodes_as_it_was_trained(self):
+        config = dataclasses.replace(config_of(), pattern=("filtered_attention",), num_layers=1)
+        params, length, starts = params_of(config), 35, [24, 30]
+        places = length + starts[1] - starts[0] + 1
+        whole = Decoder(config, params, length=places).prefill(list(np.asarray(tokens_of(2, length))))
+        kept = max(int(period[0]["attention"].count.max()) for period in whole.caches)
+        assert length / 4 < kept < length
+        tight = dataclasses.replace(config, attention=AttentionConfig(filter_room=kept / places))
+        assert_parity(tight, params, length=length, starts=starts)
+
+    def test_what_finds_no_room_is_counted_and_ends_the_row(self):
+        config = dataclasses.replace(
+            config_of(filter="none", filter_room=0.5), pattern=("filtered_attention",), num_layers=1
+        )
+        decoder = Decoder(config, params_of(config), length=8)
+        state = decoder.prefill([np.asarray(tokens_of(1, 3))[0], np.asarray(tokens_of(1, 4))[0]])
+        state = decoder.append(state, np.array([5, 5]))
+        assert jnp.isfinite(state.logits[0]).all()
+        assert jnp.isnan(state.logits[1]).all()
+        np.testing.assert_array_equal(state.caches[0][0]["attention"].overflow.reshape(2, 4), [[0] * 4, [1] * 4])
+
+    def test_a_learned_filter_learns_to_drop_noise(self):
+        """Half the tokens are the wanted one, half are noise, which queries and keys of 0 cannot tell apart."""
+        config = config_of(filter_threshold=0.5)
+        part = FilteredAttention(config, rngs=nnx.Rngs(0))
+        for projection in (part.qkv.query, part.qkv.key):
+            projection.kernel[...] = jnp.zeros_like(projection.kernel[...])
+        h, context = inputs(16, LENGTH), context_of(config, 16, LENGTH)
+        noisy = jax.random.bernoulli(jax.random.key(1), 0.5, h.shape[:2])
+        signal = jnp.zeros_like(h).at[:, :, 0].set(-3.0).at[:, :, 1].set(2.0)
+        h = jnp.where(noisy[..., None], h.at[:, :, 0].set(3.0), signal)
+        graphdef, params = nnx.split(part)
+        wanted = part.output(part.qkv.value(signal)).mean((0, 1))
+
+        @jax.jit
+        def descend(params):
+            def loss(params):
+                output, _ = nnx.merge(graphdef, params)(h, context)
+                return jnp.square(output[:, 8:] - wanted).mean()
+
+            value, gradient = jax.value_and_grad(loss)(params)
+            learns = lambda path, p, g: p - 100 * g if "filter" in str(path[0]) else p  # noqa: E731
+            return jax.tree_util.tree_map_with_path(learns, params, gradient), value
+
+        for _ in range(100):
+            params, loss = descend(params)
+        gate = nnx.merge(graphdef, params)
+        kept = jnp.isfinite(gate.log_gate(h, gate.qkv.grouped(h)[2])).mean(-1)
+        assert float(loss) < 1e-6
+        assert float(kept[noisy].max()) == 0
+        assert float(kept[~noisy].min()) == 1
+
+
+class TestPM11:
+    def test_all_clusters_are_exact_attention(self):
+        config = config_of(clusters=6, clusters_kept=6)
+        wanted, _ = applied(CausalAttention, config)
+        found, about = applied(ClusteredAttention, config)
+        np.testing.assert_allclose(found[SEGMENTS > 0], wanted[SEGMENTS > 0], atol=1e-6)
+        assert about["pairs_compared"] == about["pairs_offered"]
+
+    def test_few_clusters_are_compared_to_few_keys(self):
+        config = config_of(clusters=6, clusters_kept=1)
+        wanted, _ = applied(CausalAttention, config)
+        found, about = applied(ClusteredAttention, config)
+        assert jnp.abs(found - wanted).max() > 0.01
+        pairs = 4 * (23 * 24 + 9 * 10 + 11 * 12) // 2
+        assert about["pairs_offered"] == pairs
+        assert 4 * REAL / pairs < about["pairs_compared"] / pairs < 0.5
+
+    def test_recall_grows_to_1_and_is_more_with_the_clusters_of_the_keys(self):
+        """Tokens of six kinds."""
+        config = config_of(clusters=6, clusters_kept=2)
+        part = ClusteredAttention(config, rngs=nnx.Rngs(0))
+        part.qkv.key.kernel[...] = part.qkv.query.kernel[...]  # kinds attend to their own
+        part.qkv.query_norm.scale[...] = 4 * part.qkv.query_norm.scale[...]
+        kinds = inputs(1, 6, seed=3)[0]
+        h = kinds[jax.random.randint(jax.random.key(4), (2, 64), 0, 6)] + 0.3 * inputs(2, 64)
+        segments = jnp.ones((2, 64), jnp.int32).at[1, 40:].set(0)
+        context = context_of(config, 2, 64, segment_ids=segments)
+        recall = jax.jit(lambda centroids: clusters.attention_recall(with_centroids(part, centroids), h, context))
+        random = recall(part.centroids[...])
+        keys = np.asarray(part.qkv.grouped(h)[1])[np.asarray(segments) > 0]
+        found = recall(jnp.asarray(clusters.centroids_of_keys(keys, 6)))
+        for masses in (random, found):
+            assert (jnp.diff(masses) >= -1e-6).all()
+            assert float(masses[-1]) == pytest.approx(1, abs=1e-5)
+        assert float(found[0]) > float(random[0]) + 0.03
+
+    def test_lloyd_never_moves_away_and_finds_clusters_that_there_are(self):
+        random = np.random.default_rng(0)
+        centers = 5 * random.normal(size=(4, 3))
+        points = np.repeat(centers, 30, axis=0) + 0.1 * random.normal(size=(120, 3))
+        centroids = clusters.spread_points(points, 4, random)
+        before = clusters.inertia(points, centroids)
+        for _ in range(5):
+            centroids = clusters.lloyd(points, centroids, 1)
+            after = clusters.inertia(points, centroids)
+            assert after <= before + 1e-12
+            before = after
+        distances = np.linalg.norm(centers[:, None] - centroids, axis=-1)
+        assert sorted(distances.argmin(1)) == [0, 1, 2, 3]
+        assert distances.min(1).max() < 0.1
+
+    def test_a_centroid_without_points_stays(self):
+        points = np.zeros((3, 2))
+        centroids = clusters.lloyd(points, np.array([[0.0, 1.0], [9.0, 9.0]]), 2)
+        np.testing.assert_array_equal(centroids, [[0, 0], [9, 9]])
+        np.testing.assert_array_equal(clusters.spread_points(points, 2, np.random.default_rng(0)), np.zeros((2, 2)))
+
+
+def with_centroids(part: ClusteredAttention, centroids: jax.Array) -> ClusteredAttention:
+    graphdef, state = nnx.split(part)
+    params = nnx.to_pure_dict(state) | {"centroids": centroids}
+    return nnx.merge(graphdef, nnx.State(params))
