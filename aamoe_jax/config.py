@@ -28,6 +28,12 @@ MixerName = Literal[
     "gated_attention",
     "filtered_attention",
     "clustered_attention",
+    "mlp",
+    "approximate",
+    "non_approximate",
+    "random_qk",
+    "fixed_qk",
+    "static_qk",
     "feed_forward",
     "swiglu",
     "moe",
@@ -245,6 +251,8 @@ class ModelConfig:
     norm: Literal["rms", "layer"] = "rms"
     qk_norm: Literal["none", "rms"] = "rms"
     rope_base: float = 10_000.0
+    fixed_tokens: str | None = None
+    """Of `fixed_qk`: a .npy of token ids, the text whose attention all texts get. None: a short built-in one."""
     embedding: Literal["tied", "untied"] = "untied"
     """`tied`: one table for both ends. It saves parameters, and starts by predicting every token to repeat."""
     dtype: Literal["float32", "bfloat16"] = "float32"

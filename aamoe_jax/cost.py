@@ -82,6 +82,16 @@ def clustered_attention_flops_per_token(config: ModelConfig, length: int) -> int
     return attention_flops_per_token(config, length) + 2 * config.attention.clusters * widths
 
 
+def approximate_flops_per_token(config: ModelConfig, length: int) -> int:
+    """Attention in its parallel form, and the scores of squares: 2 d per visible key."""
+    return attention_flops_per_token(config, length) + config.d_model * (length + 1)
+
+
+def non_approximate_flops_per_token(config: ModelConfig, length: int) -> int:
+    """Projections 4 d (d + d_kv), logits 2 d, and the running sum 2 d."""
+    return 4 * config.d_model * (config.d_model + config.kv_heads * config.head_dim) + 4 * config.d_model
+
+
 def experts_flops_per_token(config: ModelConfig, experts: int) -> int:
     """Scores of all E experts, 2 d E or 6 d E + 4 E^2 (and 6 d for a convolution), and 4 d w for each that computes."""
     d, count = config.d_model, config.moe.num_experts
@@ -112,6 +122,13 @@ MIXER_FLOPS: dict[str, Callable[[ModelConfig, int], int]] = {
     "gated_attention": gated_attention_flops_per_token,
     "filtered_attention": filtered_attention_flops_per_token,
     "clustered_attention": clustered_attention_flops_per_token,
+    "mlp": lambda config, length: 8 * config.d_model**2,
+    "approximate": approximate_flops_per_token,
+    "non_approximate": non_approximate_flops_per_token,
+    # With the map in its row's mask; what the fixed sequence costs is that of one more row.
+    "random_qk": attention_flops_per_token,
+    "fixed_qk": attention_flops_per_token,
+    "static_qk": attention_flops_per_token,
     "feed_forward": lambda config, length: 4 * config.d_model * config.ff_width,
     "swiglu": lambda config, length: 6 * config.d_model * config.swiglu_width,
     "moe": lambda config, length: experts_flops_per_token(config, config.moe.top_k),

@@ -6,8 +6,8 @@ Shapes: b rows, L tokens per row, d width, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from aamoe_jax.config import ModelConfig
+from aamoe_jax.config import MixerName, ModelConfig
 from aamoe_jax.layers import Norm
-from aamoe_jax.mixers.base import BudgetMode, Cache, Context, Detail, Statistics
+from aamoe_jax.mixers.base import NO_STREAMS, BudgetMode, Cache, Context, Detail, FixedStreams, Statistics
+from aamoe_jax.mixers.fixed_maps import FIXED_STARTS
 from aamoe_jax.mixers.registry import build_mixer
-from aamoe_jax.shards import TOKENS, WHOLE, Shards
+from aamoe_jax.shards import TENSOR, TOKENS, WHOLE, Shards
 from pallas_kernels.varying import equally_varying
+
+Skipped = int | MixerName
+"""A layer, counted from 0, or a mixer wherever it stands."""
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -36,19 +40,43 @@ class Block(nnx.Module):
         self.mixer = build_mixer(name, config, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
-        output, statistics = self.mixer(self.norm(x), context)
-        return x + output, statistics
+        output, statistics = self.mixer(self.norm(x), self._normed(context))
+        return x + context.gate * output, statistics
+
+    def advance(self, context: Context) -> FixedStreams:
+        """The fixed streams after this block: rows of a batch like any other."""
+        streams = context.fixed.x.items()
+        return context.fixed._replace(x={name: self(x, context.of_fixed(name))[0] for name, x in streams})
 
     def prefill(self, x: Float[Array, "b L d"], context: Context, cache: Cache) -> tuple[Float[Array, "b L d"], Cache]:
         """The block over a prompt, and the cache after it."""
-        h = self.norm(x)
+        h, context = self.norm(x), self._normed(context)
         # What both compute alike, the compiler computes once.
-        return x + self.mixer(h, context)[0], self.mixer.fill(h, context, cache)
+        return x + context.gate * self.mixer(h, context)[0], self.mixer.fill(h, context, cache)
 
     def decode(self, x: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
         """The block over one more token in every row."""
         output, cache = self.mixer.decode(self.norm(x), context, cache)
-        return x + output, cache
+        return x + context.gate * output, cache
+
+    def _normed(self, context: Context) -> Context:
+        fixed = context.fixed._replace(x={name: self.norm(x) for name, x in context.fixed.x.items()})
+        return dataclasses.replace(context, fixed=fixed)
+
+
+class Dials(NamedTuple):
+    """What is set for every block, beside its parameters."""
+
+    beta: Float[Array, "*periods p"]
+    """The budget of its layer."""
+    gate: Float[Array, "*periods p"] | None = None
+    """0 leaves the block out; None: all are there."""
+
+    def of_blocks(self, context: Context) -> Iterator[Context]:
+        """The context of every block of one period."""
+        gates = [1.0] * len(self.beta) if self.gate is None else self.gate
+        for beta, gate in zip(self.beta, gates, strict=True):
+            yield dataclasses.replace(context, beta=beta, gate=gate)
 
 
 class Period(nnx.Module):
@@ -60,35 +88,39 @@ class Period(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "b L d"], context: Context, betas: Float[Array, "p"]
-    ) -> tuple[Float[Array, "b L d"], tuple[Statistics, ...]]:
-        collected = []
-        for beta, block in zip(betas, self.blocks.values(), strict=True):
-            x, statistics = block(x, dataclasses.replace(context, beta=beta))
+        self, x: Float[Array, "b L d"], context: Context, dials: Dials
+    ) -> tuple[Float[Array, "b L d"], FixedStreams, tuple[Statistics, ...]]:
+        collected, fixed = [], context.fixed
+        for at, block in zip(dials.of_blocks(context), self.blocks.values(), strict=True):
+            at = dataclasses.replace(at, fixed=fixed)
+            x, statistics = block(x, at)
+            fixed = block.advance(at)
             collected.append(statistics)
-        return x, tuple(collected)
+        return x, fixed, tuple(collected)
 
     def empty_caches(self, rows: int, length: int) -> list[Cache]:
         """One cache per block."""
         return [block.mixer.empty_cache(rows, length) for block in self.blocks.values()]
 
     def prefill(
-        self, x: Float[Array, "b L d"], context: Context, betas: Float[Array, "p"], caches: list[Cache]
-    ) -> tuple[Float[Array, "b L d"], list[Cache]]:
+        self, x: Float[Array, "b L d"], context: Context, dials: Dials, caches: list[Cache]
+    ) -> tuple[Float[Array, "b L d"], FixedStreams, list[Cache]]:
         """All blocks over a prompt, and the caches after it."""
-        filled = []
-        for beta, block, cache in zip(betas, self.blocks.values(), caches, strict=True):
-            x, cache = block.prefill(x, dataclasses.replace(context, beta=beta), cache)
+        filled, fixed = [], context.fixed
+        for at, block, cache in zip(dials.of_blocks(context), self.blocks.values(), caches, strict=True):
+            at = dataclasses.replace(at, fixed=fixed)
+            x, cache = block.prefill(x, at, cache)
+            fixed = block.advance(at)
             filled.append(cache)
-        return x, filled
+        return x, fixed, filled
 
     def decode(
-        self, x: Float[Array, "b 1 d"], context: Context, betas: Float[Array, "p"], caches: list[Cache]
+        self, x: Float[Array, "b 1 d"], context: Context, dials: Dials, caches: list[Cache]
     ) -> tuple[Float[Array, "b 1 d"], list[Cache]]:
         """All blocks over one more token in every row."""
         longer = []
-        for beta, block, cache in zip(betas, self.blocks.values(), caches, strict=True):
-            x, cache = block.decode(x, dataclasses.replace(context, beta=beta), cache)
+        for at, block, cache in zip(dials.of_blocks(context), self.blocks.values(), caches, strict=True):
+            x, cache = block.decode(x, at, cache)
             longer.append(cache)
         return x, longer
 
@@ -101,17 +133,23 @@ def stacked_periods(config: ModelConfig, *, rngs: nnx.Rngs) -> Period:
     return nnx.merge(graphdef, params)
 
 
-def betas_of_periods(config: ModelConfig) -> Float[Array, "periods p"]:
-    """The budget of every block of every period: that of its layer."""
+def dials_of_periods(config: ModelConfig, skipped: frozenset[Skipped] = frozenset()) -> Dials:
+    """The budget of every block of every period, that of its layer; and a gate of 0 for blocks that are skipped."""
     of_layers = jnp.asarray(config.betas, jnp.float32).reshape(config.periods, -1)
-    return of_layers[:, np.array([layer for layer, _ in config.mixers])]
+    betas = of_layers[:, np.array([layer for layer, _ in config.mixers])]
+    if not skipped:
+        return Dials(betas)
+    layers = np.arange(config.num_layers).reshape(config.periods, -1)
+    gates = [[float(skipped.isdisjoint({row[at], name})) for at, name in config.mixers] for row in layers]
+    return Dials(betas, jnp.asarray(gates, config.dtype))
 
 
 class LanguageModel(nnx.Module):
     """Tokens in, logits and statistics out."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, skipped: frozenset[Skipped] = frozenset(), *, rngs: nnx.Rngs):
         self.config = config
+        self.skipped = skipped
         shape = (config.vocab_size, config.d_model)
         # Scaled up by sqrt(d) on the way in, so that one table serves both ends: unit activations, unit logits.
         table = config.d_model**-0.5 * jax.random.normal(rngs.params(), shape)
@@ -143,7 +181,7 @@ class LanguageModel(nnx.Module):
           budget: `row`, `prefix`, `predictor` or `predictor_uncapped`; None: as the model was configured to train.
           detail: `tokens` adds `spent` and `budget` [layers, b, L] to the statistics; `resources` adds to these
             `resource`, `probability` and `mass` [layers, b, L, K], what every token got (ranks past `spent` mean
-            nothing).
+            nothing); `maps` adds `attention_map` [layers that have one, b, H, L, L].
           budget_scale: multiplies every beta, and above 1 K_max too; cut at `max_budget_scale`.
           max_budget_scale: what the static bounds on work are laid out for.
           shards: inside `jax.shard_map`, the mesh around this call.
@@ -158,13 +196,29 @@ class LanguageModel(nnx.Module):
             max_scale=max_budget_scale,
             shards=shards,
         ).with_turns(self.config)
-        x, statistics = self._run_periods(self.embed(shards.part(tokens, TOKENS), shards), context)
+        x = self.embed(shards.part(tokens, TOKENS), shards)
+        context = dataclasses.replace(
+            context,
+            embedded=shards.gather(x, TENSOR) if self.config.layers_of("static_qk") else None,
+            fixed=self.fixed_streams(tokens.shape[1], shards),
+        )
+        x, statistics = self._run_periods(x, context)
         return self.logits(x, shards), statistics
 
     def embed(self, tokens: Int[Array, "*batch"], shards: Shards = WHOLE) -> Float[Array, "*batch d"]:
         """What enters the first block."""
         table = shards.for_use(self.embedding, "float32")
         return (table[tokens] * self.config.d_model**0.5).astype(self.config.dtype)
+
+    def fixed_streams(self, length: int, shards: Shards = WHOLE) -> FixedStreams:
+        """What enters the first block beside the batch: noise or a text, where a mixer makes its map of it."""
+        config = self.config
+        starts = {name: start for name, start in FIXED_STARTS.items() if config.layers_of(name)}
+        if not starts:
+            return NO_STREAMS
+        whole = dataclasses.replace(Context.of_rows(config, 1, length), shards=shards)
+        x = {name: start(self.embed, config, whole.index, shards) for name, start in starts.items()}
+        return FixedStreams(x, {name: shards.gather(row, TENSOR) for name, row in x.items()}, whole.turns(config))
 
     def logits(self, x: Float[Array, "*batch d"], shards: Shards = WHOLE) -> Float[Array, "*batch V"]:
         """Next-token logits (float32) of what leaves the last block."""
@@ -176,18 +230,22 @@ class LanguageModel(nnx.Module):
         """All blocks in order, one period per step of a scan: compiled once, whatever the depth."""
         graphdef, params = nnx.split(self.periods)
 
-        def body(x: Array, inputs: tuple[Any, Array]) -> tuple[Array, tuple[Statistics, ...]]:
-            params, betas = inputs
+        def body(
+            streams: tuple[Array, dict[str, Array]], inputs: tuple[Any, Dials]
+        ) -> tuple[Any, tuple[Statistics, ...]]:
+            (x, fixed), (params, dials) = streams, inputs
             # Gathered inside the body: one period at a time, and once more in the backward pass under `remat`.
             params = nnx.map_state(
                 lambda _, param: param.replace(context.shards.for_use(param, self.config.dtype)), params
             )
-            return nnx.merge(graphdef, params)(x, context, betas)
+            at = dataclasses.replace(context, fixed=context.fixed._replace(x=fixed))
+            x, fixed, statistics = nnx.merge(graphdef, params)(x, at, dials)
+            return (x, fixed.x), statistics
 
-        x, _ = equally_varying((x, params))  # what goes around a loop keeps its type
+        streams, _ = equally_varying(((x, context.fixed.x), params))  # what goes around a loop keeps its type
         if self.config.remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[self.config.remat])
-        x, collected = jax.lax.scan(body, x, (params, betas_of_periods(self.config)))
+        (x, _), collected = jax.lax.scan(body, streams, (params, dials_of_periods(self.config, self.skipped)))
         return x, _in_layer_order(collected)
 
 
@@ -201,9 +259,13 @@ def _in_layer_order(collected: Sequence[Statistics]) -> Statistics:
     return result
 
 
-def structure(config: ModelConfig) -> nnx.GraphDef:
-    """What `split` would give as the model's structure; no parameter is made."""
-    return nnx.graphdef(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
+def structure(config: ModelConfig, skipped: frozenset[Skipped] = frozenset()) -> nnx.GraphDef:
+    """What `split` would give as the model's structure; no parameter is made.
+
+    Args:
+      skipped: layers, counted from 0, and names of mixers: what is left out of the stack (DEC-11).
+    """
+    return nnx.graphdef(nnx.eval_shape(lambda: LanguageModel(config, skipped, rngs=nnx.Rngs(0))))
 
 
 def split(model: LanguageModel) -> tuple[nnx.GraphDef, dict[str, Any]]:

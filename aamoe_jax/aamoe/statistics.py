@@ -17,7 +17,7 @@ from aamoe_jax.aamoe.allocation import Allocation
 from aamoe_jax.mixers.base import Statistics
 from aamoe_jax.shards import max_over_all, sum_over_all
 
-MAXIMA = ("max_budget",)
+MAXIMA = ("max_budget", "logit_absmax")
 """What is a largest value, and not a sum."""
 
 

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int, Key
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.evaluation.perplexity import causal_budget, require_budget_scale
 from aamoe_jax.generation.sampling import Sampling, draw
-from aamoe_jax.mixers.base import BudgetMode, Cache, Context
-from aamoe_jax.model import LanguageModel, betas_of_periods, merge, structure
+from aamoe_jax.mixers.base import BudgetMode, Cache, Context, FixedStreams
+from aamoe_jax.model import Dials, LanguageModel, dials_of_periods, merge, structure
 
 SMALLEST_BUCKET = 16
 
@@ -67,6 +67,10 @@ class Plan:
     def model(self, ends: dict[str, Any], period: dict[str, Any]) -> LanguageModel:
         """The model, of one period."""
         return merge(structure(self.config), ends | {"periods": period})
+
+    def dials(self, index: Int[Array, ""] | int) -> Dials:
+        """Of every block of a period."""
+        return jax.tree.map(lambda x: x[index], dials_of_periods(self.config))
 
     def context(self, segment_ids: Int[Array, "b L"], positions: Int[Array, "b L"], scale: Scale) -> Context:
         """What every mixer is told."""
@@ -125,11 +129,14 @@ class Decoder:
             row[: len(prompt)] = prompt
         ends, periods = self.params
         counts = np.asarray(lengths, np.int32)
-        x = _embed(self.plan, self.params, tokens)
+        x, embedded, fixed = _enter(self.plan, self.params, tokens)
         caches = []
         for index, period in enumerate(periods):
             empty = _empty_caches(self.plan, ends, period, len(prompts))
-            x, filled = _prefill_period(self.plan, ends, period, index, x, counts, empty, np.float32(budget_scale))
+            entering = Entering(x, embedded, fixed)
+            x, fixed, filled = _prefill_period(
+                self.plan, ends, period, index, entering, counts, empty, np.float32(budget_scale)
+            )
             caches.append(filled)
         return State(caches, jnp.asarray(counts), _last_logits(self.plan, self.params, x, counts))
 
@@ -155,9 +162,22 @@ class Decoder:
 _jit = functools.partial(jax.jit, static_argnums=0)
 
 
+class Entering(NamedTuple):
+    """What a period looks at."""
+
+    x: Float[Array, "b L d"]
+    """The residual stream of the prompts."""
+    embedded: Float[Array, "b L d"]
+    """What it was before the first block."""
+    fixed: FixedStreams
+    """At this depth, for all places that a row has room for: maps are made once."""
+
+
 @_jit
-def _embed(plan: Plan, params: Parameters, tokens: Int[Array, "b L"]) -> Float[Array, "b L d"]:
-    return plan.model(params.ends, params.periods[0]).embed(tokens)
+def _enter(plan: Plan, params: Parameters, tokens: Int[Array, "b L"]) -> Entering:
+    model = plan.model(params.ends, params.periods[0])
+    x = model.embed(tokens)
+    return Entering(x, x, model.fixed_streams(plan.length))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -171,16 +191,16 @@ def _prefill_period(
     ends: dict[str, Any],
     period: dict[str, Any],
     index: Int[Array, ""] | int,
-    x: Float[Array, "b L d"],
+    entering: Entering,
     lengths: Int[Array, "b"],
     caches: list[Cache],
     scale: Scale,
-) -> tuple[Float[Array, "b L d"], list[Cache]]:
+) -> tuple[Float[Array, "b L d"], FixedStreams, list[Cache]]:
     """One period of blocks over the prompts; the same executable serves them all."""
-    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    positions = jnp.broadcast_to(jnp.arange(entering.x.shape[1]), entering.x.shape[:2])
     context = plan.context((positions < lengths[:, None]).astype(jnp.int32), positions, scale)
-    betas = betas_of_periods(plan.config)[index]
-    return plan.model(ends, period).periods.prefill(x, context, betas, caches)
+    context = dataclasses.replace(context, embedded=entering.embedded, fixed=entering.fixed)
+    return plan.model(ends, period).periods.prefill(entering.x, context, plan.dials(index), caches)
 
 
 @_jit
@@ -210,9 +230,10 @@ def _grow(plan: Plan, params: Parameters, state: State, tokens: Int[Array, "b"],
     positions = state.lengths[:, None]
     context = plan.context(jnp.ones_like(positions), positions, scale)
     x = plan.model(params.ends, params.periods[0]).embed(tokens[:, None])
+    context = dataclasses.replace(context, embedded=x)
     longer = []
-    for period, betas, caches in zip(params.periods, betas_of_periods(plan.config), state.caches, strict=True):
-        x, caches = plan.model(params.ends, period).periods.decode(x, context, betas, caches)
+    for index, (period, caches) in enumerate(zip(params.periods, state.caches, strict=True)):
+        x, caches = plan.model(params.ends, period).periods.decode(x, context, plan.dials(index), caches)
         longer.append(caches)
     logits = plan.model(params.ends, params.periods[0]).logits(x[:, 0])
     logits = jnp.where(positions < plan.length, logits, jnp.nan)

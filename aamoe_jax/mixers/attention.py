@@ -11,8 +11,8 @@ from aamoe_jax.config import ModelConfig, Selector
 from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
-from aamoe_jax.mixers.family import Form, selected
-from aamoe_jax.mixers.parts import Part
+from aamoe_jax.mixers.family import Form, head_scores, selected, softmax_selected
+from aamoe_jax.mixers.parts import Part, shown_map
 from aamoe_jax.shards import RESOURCE
 
 _KEPT = {
@@ -44,7 +44,13 @@ class CausalAttention(Part):
         key, value = (context.shards.gather(x, RESOURCE) for x in (key, value))
         mask = context.shards.part(self._visible(context), RESOURCE)
         heads = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
-        return self.output(merge_heads(heads)), {}
+        return self.output(merge_heads(heads)), shown_map(self, h, context)
+
+    def attention_map(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b H L S"]:
+        """What every token here weighs every token by; a row of zeros has no token."""
+        query, key, _ = self._rotated(h, context)
+        mask = context.shards.part(self._visible(context), RESOURCE)
+        return softmax_selected(head_scores(query, context.shards.gather(key, RESOURCE)), mask[:, None])
 
     def empty_cache(self, rows: int, length: int) -> KeyValueCache:
         return empty_cache(self.config, rows, length)
@@ -73,6 +79,11 @@ class CausalAttention(Part):
     def _rotated(
         self, h: Float[Array, "b L d"], context: Context
     ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
-        query, key, value = self.qkv.grouped(h)
+        query, key, value = self._query_key_value(h, context)
         turn = context.turns(self.config).heads_here(context.shards)
         return rotate_heads(query, turn), rotate_heads(key, turn), value
+
+    def _query_key_value(
+        self, h: Float[Array, "b L d"], context: Context
+    ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
+        return self.qkv.grouped(h)

@@ -16,6 +16,7 @@ It decodes through a cache of its own making, a pytree of arrays:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from aamoe_jax.layers import Rotation, rotation
 from aamoe_jax.shards import RESOURCE, TOKENS, WHOLE, Shards
 
 BudgetMode = Literal["row", "prefix", "predictor", "predictor_uncapped"]
-Detail = Literal["sums", "tokens", "resources"]
+Detail = Literal["sums", "tokens", "resources", "maps"]
 Statistics = dict[str, Array | np.ndarray]
 Cache = Any
 """A pytree of arrays that a mixer makes and reads."""
@@ -48,9 +49,23 @@ class Turns(NamedTuple):
         return Rotation(*(shards.part(x, RESOURCE) for x in self.heads))
 
 
+class FixedStreams(NamedTuple):
+    """Sequences that no input changes, and how they run through the stack: one row each (DEC-06, DEC-07)."""
+
+    x: Mapping[str, Float[Array, "1 n d"]]
+    """By the mixer that looks at it: its residual stream at this depth, for the places here."""
+    embedded: Mapping[str, Float[Array, "1 s d"]]
+    """What entered the first block, for the places that attend here."""
+    turns: Turns | None
+    """Of their places."""
+
+
+NO_STREAMS = FixedStreams({}, {}, None)
+
+
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The batch around the activations, the same for every layer but for `beta`."""
+    """The batch around the activations, the same for every layer but for `beta`, `gate` and the streams in `fixed`."""
 
     segment_ids: Int[Array, "b L"]
     """Documents of whole rows, counted from 1; 0 is padding. Tokens see their own document alone."""
@@ -61,7 +76,8 @@ class Context:
     beta: Float[Array, ""] | float
     """Mean number of resources per token in this layer; at most the largest of the config, which bounds the work."""
     detail: Detail = "sums"
-    """`tokens` adds per-token arrays to the statistics, `resources` also what every token was given."""
+    """`tokens` adds per-token arrays to the statistics, `resources` also what every token was given, `maps` what every
+    token weighs every other by."""
     scale: Float[Array, ""] | float = 1.0
     """The dial: beta is multiplied by it (AA-35). It may change without a new compilation."""
     max_scale: float = 1.0
@@ -70,6 +86,12 @@ class Context:
     """Which part of the rows h is."""
     known_turns: Turns | None = None
     """Where they were computed once for all layers."""
+    gate: Float[Array, ""] | float = 1.0
+    """Multiplies what a block adds: 0 leaves the block out (DEC-11)."""
+    embedded: Float[Array, "b s d"] | None = None
+    """The embeddings of the tokens that attend here, for mixers that look at these (DEC-08)."""
+    fixed: FixedStreams = NO_STREAMS
+    """The sequences that are the same for every input, for mixers that look at these."""
 
     @classmethod
     def of_rows(cls, config: ModelConfig, rows: int, length: int) -> Context:
@@ -80,6 +102,18 @@ class Context:
     def with_turns(self, config: ModelConfig) -> Context:
         """The same with the rotations that all layers share."""
         return dataclasses.replace(self, known_turns=self.turns(config))
+
+    def of_fixed(self, name: str) -> Context:
+        """The context of a fixed stream: one row, one document."""
+        length = self.fixed.x[name].shape[1] * self.shards.count(TOKENS)
+        return dataclasses.replace(
+            self,
+            segment_ids=jnp.ones((1, length), jnp.int32),
+            positions=jnp.arange(length)[None],
+            detail="sums",
+            known_turns=self.fixed.turns,
+            embedded=self.fixed.embedded[name],
+        )
 
     def turns(self, config: ModelConfig) -> Turns:
         """The rotations of every position."""

@@ -28,21 +28,14 @@ class KeyValueCache(NamedTuple):
         self, positions: Int[Array, "b 1"], key: Float[Array, "b 1 K k"], value: Float[Array, "b 1 K k"]
     ) -> KeyValueCache:
         """With one more token in every row, at its own position."""
-        heads = key.shape[2]
-        row, position = jnp.arange(self.key.shape[0]), jnp.repeat(positions[:, 0], heads)
-        size = jnp.arange(self.key.shape[2])
+        row, position = jnp.arange(self.key.shape[0]), jnp.repeat(positions[:, 0], key.shape[2])
         return KeyValueCache(
-            self.key.at[row, position].set(flat_heads(key)[:, 0]),
-            self.value.at[row[:, None], size, position[:, None]].set(flat_heads(value)[:, 0]),
+            self.key.at[row, position].set(flat_heads(key)[:, 0]), write_value(self.value, positions, value)
         )
 
     def fill(self, key: Float[Array, "b L K k"], value: Float[Array, "b L K k"]) -> KeyValueCache:
         """With the first L tokens of every row."""
-        length = key.shape[1]
-        return KeyValueCache(
-            self.key.at[:, :length].set(flat_heads(key)),
-            self.value.at[:, :, :length].set(flat_heads(value).swapaxes(1, 2)),
-        )
+        return KeyValueCache(self.key.at[:, : key.shape[1]].set(flat_heads(key)), fill_value(self.value, value))
 
     def scores(self, query: Float[Array, "b 1 H k"], positions: Int[Array, "b 1"]) -> Float[Array, "b H N"]:
         """q . k / sqrt(k) in float32 for the tokens that one at `positions` sees, -inf for the others."""
@@ -54,10 +47,29 @@ class KeyValueCache(NamedTuple):
 
     def mix(self, weights: Float[Array, "b H N"]) -> Float[Array, "b 1 H k"]:
         """The values, weighted."""
-        rows, heads, length = weights.shape
-        grouped = weights.reshape(self.key.shape[0], -1, length).astype(self.value.dtype)
-        mixed = jnp.einsum("ghn,gkn->ghk", grouped, self.value)
-        return mixed.reshape(rows, 1, heads, -1)
+        return mix_values(self.value, weights)
+
+
+def write_value(
+    values: Float[Array, "G k N"], positions: Int[Array, "b 1"], value: Float[Array, "b 1 K k"]
+) -> Float[Array, "G k N"]:
+    """With the value of one more token in every row, at its own position."""
+    row, size = jnp.arange(values.shape[0])[:, None], jnp.arange(values.shape[1])
+    position = jnp.repeat(positions[:, 0], value.shape[2])[:, None]
+    return values.at[row, size, position].set(flat_heads(value)[:, 0])
+
+
+def fill_value(values: Float[Array, "G k N"], value: Float[Array, "b L K k"]) -> Float[Array, "G k N"]:
+    """With those of the first L tokens of every row."""
+    return values.at[:, :, : value.shape[1]].set(flat_heads(value).swapaxes(1, 2))
+
+
+def mix_values(values: Float[Array, "G k N"], weights: Float[Array, "b H N"]) -> Float[Array, "b 1 H k"]:
+    """The values, weighted."""
+    rows, heads, length = weights.shape
+    grouped = weights.reshape(values.shape[0], -1, length).astype(values.dtype)
+    mixed = jnp.einsum("ghn,gkn->ghk", grouped, values)
+    return mixed.reshape(rows, 1, heads, -1)
 
 
 def flat_heads(x: Float[Array, "b L K k"]) -> Float[Array, "G L k"]:

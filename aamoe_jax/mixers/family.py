@@ -45,7 +45,12 @@ def head_mix(weights: Float[Array, "b H q n"], value: Float[Array, "b n G k"]) -
     return jnp.einsum("bgrij,bjgk->bigrk", grouped, value).reshape(rows, tokens, heads, -1)
 
 
-def softmax_selected(scores: Float[Array, "*b n"], chosen: Bool[Array, "*b n"]) -> Float[Array, "*b n"]:
+def largest_logit(scores: Float[Array, "*#b"], seen: Bool[Array, "*#b"]) -> Float[Array, ""]:
+    """The largest size of a score that enters a softmax (DEC-19)."""
+    return jax.lax.stop_gradient(jnp.max(jnp.where(seen, jnp.abs(scores), 0)))
+
+
+def softmax_selected(scores: Float[Array, "*#b n"], chosen: Bool[Array, "*#b n"]) -> Float[Array, "*b n"]:
     """Coefficients that add up to 1 over what was chosen, in float32; all 0 where nothing was (UNI-03, eq 5)."""
     scores = jnp.where(chosen, scores.astype(jnp.float32), -jnp.inf)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))

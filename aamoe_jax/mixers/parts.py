@@ -23,6 +23,10 @@ class Part(nnx.Module):
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         raise NotImplementedError
 
+    def attention_map(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b H L S"]:
+        """What every token here weighs every token by, head by head (DEC-17)."""
+        raise NotImplementedError
+
     def empty_cache(self, rows: int, length: int) -> Cache:
         """Room for `length` tokens in every row."""
         return ()
@@ -34,6 +38,11 @@ class Part(nnx.Module):
     def decode(self, h: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
         """One more token in every row."""
         return self(h, context)[0], cache
+
+
+def shown_map(part: Part, h: Float[Array, "b L d"], context: Context) -> Statistics:
+    """The attention map of a part, where the context asks for maps."""
+    return {"attention_map": part.attention_map(h, context)} if context.detail == "maps" else {}
 
 
 class SideBySide(nnx.Module):

@@ -12,11 +12,14 @@ from aamoe_jax.config import MixerName, ModelConfig
 from aamoe_jax.mixers.all_attention import AllAttention
 from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.clustered import ClusteredAttention
+from aamoe_jax.mixers.deconstructed import TokenMLP
 from aamoe_jax.mixers.depth import MixtureOfDepths
 from aamoe_jax.mixers.dynamic import FilteredAttention, GatedAttention, SquareRootAttention
 from aamoe_jax.mixers.experts import ReLUExperts, SwitchExperts, TopKExperts
 from aamoe_jax.mixers.feed_forward import FeedForward, SwiGLU
+from aamoe_jax.mixers.fixed_maps import FixedMapAttention, StaticAttention
 from aamoe_jax.mixers.parts import Part, SideBySide
+from aamoe_jax.mixers.recurrent import ApproximateAttention, NonApproximateAttention
 
 PARTS: Mapping[MixerName, Mapping[str, Callable[..., Part]]] = {
     # The parallel transformer layer (eq 1).
@@ -30,6 +33,13 @@ PARTS: Mapping[MixerName, Mapping[str, Callable[..., Part]]] = {
     "gated_attention": {"attention": GatedAttention},
     "filtered_attention": {"attention": FilteredAttention},
     "clustered_attention": {"attention": ClusteredAttention},
+    # One principle of attention after the other relaxed (Xue, Moosavi, Aletras).
+    "mlp": {"mlp": TokenMLP},
+    "approximate": {"attention": ApproximateAttention},
+    "non_approximate": {"attention": NonApproximateAttention},
+    "random_qk": {"attention": functools.partial(FixedMapAttention, stream="random_qk")},
+    "fixed_qk": {"attention": functools.partial(FixedMapAttention, stream="fixed_qk")},
+    "static_qk": {"attention": StaticAttention},
     "feed_forward": {"feed_forward": FeedForward},
     "swiglu": {"feed_forward": SwiGLU},
     "moe": {"experts": TopKExperts},

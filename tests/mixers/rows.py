@@ -2,9 +2,11 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from aamoe_jax.config import ModelConfig
+from aamoe_jax.mixers.base import Context, FixedStreams
 
 
 class Rows(NamedTuple):
@@ -16,6 +18,27 @@ class Rows(NamedTuple):
     def seen(self, row: int, i: int) -> list[int]:
         """Tokens of the row that are not later than the i-th and of its document."""
         return [j for j in range(i + 1) if self.segment_ids[row, j] == self.segment_ids[row, i]]
+
+    def embedded(self, config: ModelConfig) -> np.ndarray:
+        """What the tokens were before the first block."""
+        return np.random.default_rng(11).normal(size=(*self.positions.shape, config.d_model)).astype(np.float32)
+
+    def fixed(self, name: str, config: ModelConfig) -> np.ndarray:
+        """A sequence as long as the rows, the same for all."""
+        random = np.random.default_rng({"random_qk": 12, "fixed_qk": 13}[name])
+        return random.normal(size=(1, self.positions.shape[1], config.d_model)).astype(np.float32)
+
+    def context(self, config: ModelConfig) -> Context:
+        """For the mixers of the library."""
+        streams = {name: jnp.asarray(self.fixed(name, config)) for name in ("random_qk", "fixed_qk")}
+        return Context(
+            jnp.asarray(self.segment_ids),
+            jnp.asarray(self.positions),
+            "prefix",
+            1.0,
+            embedded=jnp.asarray(self.embedded(config)),
+            fixed=FixedStreams(streams, streams, None),
+        )
 
 
 def two_rows(length: int) -> Rows:

@@ -9,15 +9,13 @@ import functools
 from typing import get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from aamoe_jax.config import AttentionConfig, MixerName, ModelConfig, MoEConfig
-from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.registry import MIXERS, build_mixer
-from tests.mixers import oracle_attention, oracle_depth, oracle_dynamic, oracle_experts
+from tests.mixers import oracle_attention, oracle_deconstructed, oracle_depth, oracle_dynamic, oracle_experts
 from tests.mixers.rows import two_rows
 
 LENGTH = 11
@@ -37,7 +35,13 @@ GROUPED = ModelConfig(
     attention=dataclasses.replace(ATTENTION, filter="message_norm", filter_threshold=1.0),
     moe=dataclasses.replace(MOE, coefficients="softmax_then_topk", router="attention", router_input="causal_conv"),
 )
-ORACLES = oracle_attention.ORACLES | oracle_depth.ORACLES | oracle_dynamic.ORACLES | oracle_experts.ORACLES
+ORACLES = (
+    oracle_attention.ORACLES
+    | oracle_depth.ORACLES
+    | oracle_dynamic.ORACLES
+    | oracle_deconstructed.ORACLES
+    | oracle_experts.ORACLES
+)
 
 
 @functools.cache
@@ -51,7 +55,7 @@ def case(name: str, config: ModelConfig):
     keys = jax.random.split(jax.random.key(7), len(leaves))
     # Scales of norms start at 1, gates at 0: moved, so that no gradient is 0 by where it starts.
     leaves = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-    context = Context(jnp.asarray(ROWS.segment_ids), jnp.asarray(ROWS.positions), "prefix", 1.0)
+    context = ROWS.context(config)
 
     def apply(params, h):
         return nnx.merge(graphdef, nnx.State(params))(h, context)[0]

@@ -1,0 +1,174 @@
+"""Attention whose map does not follow the input, or not its context (DEC-06, DEC-07, DEC-08; Xue, Moosavi, Aletras).
+
+Queries and keys come from elsewhere, values from the input. Of a fixed sequence, which runs through the same stack as
+the batch does, the map is the same for every input: it has no batch axis before documents are masked. Of embeddings it
+depends on which tokens there are alone, so the maps of all layers are known before the first.
+
+Shapes: b rows, L tokens per row, s of them attend here, H heads, G heads of keys and values, k = d / H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from aamoe_jax.config import ConfigError, MixerName, ModelConfig
+from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads, split_heads
+from aamoe_jax.mixers.attention import CausalAttention
+from aamoe_jax.mixers.base import Context, Statistics, causal_mask
+from aamoe_jax.mixers.cache import fill_value, mix_values, write_value
+from aamoe_jax.mixers.family import Form, head_mix, head_scores, largest_logit, softmax_selected
+from aamoe_jax.mixers.parts import Part, shown_map
+from aamoe_jax.shards import RESOURCE, TENSOR, Shards
+
+TEXT = """\
+Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in Liberty, and \
+dedicated to the proposition that all men are created equal. Now we are engaged in a great civil war, testing whether \
+that nation, or any nation so conceived and so dedicated, can long endure. We are met on a great battle-field of that \
+war. We have come to dedicate a portion of that field, as a final resting place for those who here gave their lives \
+that that nation might live. It is altogether fitting and proper that we should do this. But, in a larger sense, we \
+can not dedicate -- we can not consecrate -- we can not hallow -- this ground."""
+"""A. Lincoln, 1863: the fixed text where none is given."""
+
+
+class MapCache(NamedTuple):
+    """The map of all places that there is room for, which no step computes again (DEC-22), and values so far."""
+
+    map: Float[Array, "H N N"]
+    value: Float[Array, "G k N"]
+
+
+class FixedMapAttention(Part):
+    """softmax(q K^T / sqrt(k)) V with q and K of a fixed sequence at this depth, place by place in the row.
+
+    Queries and keys are turned to their places in the row, as standard attention turns them to positions: a second
+    document of a row continues the map where it stands.
+    """
+
+    def __init__(self, config: ModelConfig, stream: Literal["random_qk", "fixed_qk"], *, rngs: nnx.Rngs):
+        self.qkv = QueryKeyValue(config, rngs=rngs)
+        self.output = Projection(
+            config.d_model, config.d_model, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config)
+        )
+        self.config = config
+        self.stream = stream
+
+    @staticmethod
+    def form(stream: Literal["random_qk", "fixed_qk"]) -> Form:
+        """The instance of the family."""
+        source = "noise" if stream == "random_qk" else "a fixed text"
+        return Form("earlier tokens", f"q . k / sqrt(k) of {source}", "all", "softmax", "x W^V, then W^O")
+
+    def __call__(self, h: Float[Array, "b s d"], context: Context) -> tuple[Float[Array, "b s d"], Statistics]:
+        value = context.shards.gather(self._values(h), RESOURCE)
+        heads = head_mix(self.attention_map(h, context), value)
+        about = {"logit_absmax": largest_logit(self._scores(h, context)[None], self._seen(context))}
+        return self.output(merge_heads(heads)), about | shown_map(self, h, context)
+
+    def attention_map(self, h: Float[Array, "b s d"], context: Context) -> Float[Array, "b H s L"]:
+        """The fixed map, from which every row hides what its documents do not let it see."""
+        return softmax_selected(self._scores(h, context)[None], self._seen(context))
+
+    def scores(self, context: Context) -> Float[Array, "H s L"]:
+        """q . k / sqrt(k) of the places here with all places."""
+        stream = context.shards.gather(context.fixed.x[self.stream], TENSOR)
+        query, key, _ = self.qkv.grouped(stream)
+        turn = context.of_fixed(self.stream).turns(self.config).heads_here(context.shards)
+        query, key = rotate_heads(query, turn), context.shards.gather(rotate_heads(key, turn), RESOURCE)
+        return head_scores(query, key)[0]
+
+    def empty_cache(self, rows: int, length: int) -> MapCache:
+        """Room for the map, and for `length` values in every row."""
+        config = self.config
+        return MapCache(
+            jnp.zeros((config.num_heads, length, length), config.dtype),
+            jnp.zeros((rows * config.kv_heads, config.head_dim, length), config.dtype),
+        )
+
+    def fill(self, h: Float[Array, "b s d"], context: Context, cache: MapCache) -> MapCache:
+        """The map of the whole room, and the values of the prompt."""
+        causal = jnp.tril(jnp.ones(cache.map.shape[1:], bool))
+        weights = softmax_selected(self.scores(context), causal)
+        return MapCache(weights.astype(cache.map.dtype), fill_value(cache.value, self._values(h)))
+
+    def decode(
+        self, h: Float[Array, "b 1 d"], context: Context, cache: MapCache
+    ) -> tuple[Float[Array, "b 1 d"], MapCache]:
+        """One more token in every row: its row of the map."""
+        cache = MapCache(cache.map, write_value(cache.value, context.positions, self._values(h)))
+        weights = cache.map[:, context.positions[:, 0]].swapaxes(0, 1)
+        return self.output(merge_heads(mix_values(cache.value, weights))), cache
+
+    def _scores(self, h: Float[Array, "b s d"], context: Context) -> Float[Array, "H s L"]:
+        """Of as many places as the rows have: a prompt has fewer than there is room for."""
+        return self.scores(context)[:, : h.shape[1], : context.segment_ids.shape[1]]
+
+    def _seen(self, context: Context) -> Bool[Array, "b 1 s L"]:
+        return context.shards.part(causal_mask(context.segment_ids), RESOURCE)[:, None]
+
+    def _values(self, h: Float[Array, "b s d"]) -> Float[Array, "b s G k"]:
+        return split_heads(self.qkv.value(h), self.config.head_dim)
+
+
+class StaticAttention(CausalAttention):
+    """softmax(q K^T / sqrt(k)) V with q and K of the embeddings that entered the first block, and V of the input.
+
+    Turned to positions like standard attention. Embeddings enter the stack at unit size, and are not normed again.
+    """
+
+    @staticmethod
+    def form() -> Form:
+        """The instance of the family."""
+        return Form("earlier tokens", "q . k / sqrt(k) of their embeddings", "all", "softmax", "x W^V, then W^O")
+
+    def _query_key_value(
+        self, h: Float[Array, "b s d"], context: Context
+    ) -> tuple[Float[Array, "b s H k"], Float[Array, "b s G k"], Float[Array, "b s G k"]]:
+        query, key, _ = self.qkv.grouped(context.embedded)
+        return query, key, split_heads(self.qkv.value(h), self.config.head_dim)
+
+
+def noise_stream(places: Int[Array, "1 n"], width: int) -> Float[Array, "1 n d"]:
+    """epsilon ~ N(0, 1), the size of embeddings. Every place has a key of its own, so longer rows only append."""
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), places[0])
+    return jax.vmap(lambda key: jax.random.normal(key, (width,)))(keys)[None]
+
+
+def fixed_tokens(file: str | None, vocab_size: int, length: int) -> Int[np.ndarray, "length"]:
+    """The first tokens of the fixed text, which is repeated where it is too short.
+
+    Args:
+      file: a .npy of token ids; None: the bytes of `TEXT`, in the ids of the byte tokenizer.
+
+    Raises:
+      ConfigError: the file holds no list of ids of this vocabulary.
+    """
+    if file is None:
+        tokens = (np.frombuffer(TEXT.encode(), np.uint8).astype(np.int32) + 3) % vocab_size
+    else:
+        tokens = np.load(file)
+        if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu" or tokens.max() >= vocab_size:
+            raise ConfigError(f"ModelConfig.fixed_tokens = {file!r}: wanted a list of ids below {vocab_size}")
+    return np.resize(tokens.astype(np.int32), length)
+
+
+Start = Callable[[Callable, ModelConfig, Array, Shards], Array]
+
+
+def _of_noise(embed: Callable, config: ModelConfig, places: Int[Array, "1 n"], shards: Shards) -> Float[Array, "1 n d"]:
+    return noise_stream(places, config.d_model).astype(config.dtype)
+
+
+def _of_text(embed: Callable, config: ModelConfig, places: Int[Array, "1 n"], shards: Shards) -> Float[Array, "1 n d"]:
+    length = places.shape[1] * shards.count(("resource", "tensor"))
+    return embed(jnp.asarray(fixed_tokens(config.fixed_tokens, config.vocab_size, length))[places], shards)
+
+
+FIXED_STARTS: Mapping[MixerName, Start] = {"random_qk": _of_noise, "fixed_qk": _of_text}
+"""What enters the first block of the streams that mixers look at, at the given places."""

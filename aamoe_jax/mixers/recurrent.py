@@ -1,0 +1,232 @@
+"""Attention of another mathematical form, with a state in place of a cache (DEC-04, DEC-05; Xue, Moosavi, Aletras).
+
+Shapes: b rows, L tokens per row, s of them attend here, H heads, G heads of keys and values, k = d / H.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from aamoe_jax.config import ModelConfig
+from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads
+from aamoe_jax.mixers.base import Context, Statistics, causal_mask
+from aamoe_jax.mixers.family import Form, head_mix, head_scores, largest_logit, softmax_selected
+from aamoe_jax.mixers.parts import Part, shown_map
+from aamoe_jax.shards import RESOURCE
+
+LEAST_MEAN = 0.5
+"""1 + x + x^2 / 2 = (1 + (1 + x)^2) / 2 is never less; with the second order of each dimension by itself it can be."""
+
+
+class TaylorState(NamedTuple):
+    """Sums over the tokens so far, in float32: of v, k, k^2 (element-wise), and of k v^T and k^2 v^T."""
+
+    value: Float[Array, "b G k"]
+    key: Float[Array, "b G k"]
+    square: Float[Array, "b G k"]
+    key_value: Float[Array, "b G k k"]
+    square_value: Float[Array, "b G k k"]
+
+
+class ApproximateAttention(Part):
+    """Weights 1 + q . k / sqrt(k) + q^2 . k^2 / (2 k) with element-wise squares, divided by their sum.
+
+    The second order of softmax's exponential without its mixed terms, and one normalisation of all orders together, as
+    softmax has. Without the mixed terms a weight can be negative, and so can their sum; so no sum counts as less than
+    half the number of tokens, which no sum with the mixed terms could be. Queries and keys are turned to their
+    positions like those of standard attention; of the squares the turn is not of distances alone.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.qkv = QueryKeyValue(config, rngs=rngs)
+        self.output = Projection(
+            config.d_model, config.d_model, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config)
+        )
+        self.config = config
+
+    @staticmethod
+    def form() -> Form:
+        """The instance of the family."""
+        return Form(
+            "earlier tokens", "q . k / sqrt(k)", "all", "its second-order series over the sum", "x W^V, then W^O"
+        )
+
+    def __call__(self, h: Float[Array, "b s d"], context: Context) -> tuple[Float[Array, "b s d"], Statistics]:
+        """The parallel form."""
+        value = context.shards.gather(self._rotated(h, context)[2], RESOURCE)
+        heads = head_mix(self.attention_map(h, context), value)
+        return self.output(merge_heads(heads)), shown_map(self, h, context)
+
+    def attention_map(self, h: Float[Array, "b s d"], context: Context) -> Float[Array, "b H s L"]:
+        """Coefficients that add up to 1 where no sum was too small; some may be negative."""
+        query, key, _ = (x.astype(jnp.float32) for x in self._rotated(h, context))
+        key = context.shards.gather(key, RESOURCE)
+        mask = context.shards.part(causal_mask(context.segment_ids), RESOURCE)[:, None]
+        # `head_scores` divides by sqrt(k), and the squares by k.
+        second = head_scores(query**2, key**2) * query.shape[-1] ** -0.5 / 2
+        weights = jnp.where(mask, 1 + head_scores(query, key) + second, 0)
+        return weights / jnp.maximum(weights.sum(-1, keepdims=True), LEAST_MEAN * mask.sum(-1, keepdims=True))
+
+    def empty_cache(self, rows: int, length: int) -> TaylorState:
+        """The state before any token, whatever there is room for."""
+        vector = jnp.zeros((rows, self.config.kv_heads, self.config.head_dim))
+        matrix = jnp.zeros((*vector.shape, self.config.head_dim))
+        return TaylorState(vector, vector, vector, matrix, matrix)
+
+    def fill(self, h: Float[Array, "b s d"], context: Context, cache: TaylorState) -> TaylorState:
+        """The state after a prompt."""
+        return _added(cache, *self._rotated(h, context)[1:], context.real.astype(jnp.float32))
+
+    def decode(
+        self, h: Float[Array, "b 1 d"], context: Context, cache: TaylorState
+    ) -> tuple[Float[Array, "b 1 d"], TaylorState]:
+        """One more token in every row: the recurrent form."""
+        query, key, value = self._rotated(h, context)
+        state = _added(cache, key, value, jnp.ones(h.shape[:2]))
+        grouped = query[:, 0].reshape(*state.key.shape[:2], -1, query.shape[-1])
+        first = grouped.astype(jnp.float32) * query.shape[-1] ** -0.5
+        second = first**2 / 2
+        seen = context.positions[:, :, None] + 1.0
+        mixed = state.value[:, :, None] + first @ state.key_value + second @ state.square_value
+        total = seen + (first @ state.key[..., None] + second @ state.square[..., None])[..., 0]
+        heads = (mixed / jnp.maximum(total, LEAST_MEAN * seen)[..., None]).astype(h.dtype)
+        return self.output(heads.reshape(h.shape)), state
+
+    def _rotated(
+        self, h: Float[Array, "b s d"], context: Context
+    ) -> tuple[Float[Array, "b s H k"], Float[Array, "b s G k"], Float[Array, "b s G k"]]:
+        query, key, value = self.qkv.grouped(h)
+        turn = context.turns(self.config).heads_here(context.shards)
+        return rotate_heads(query, turn), rotate_heads(key, turn), value
+
+
+def _added(
+    state: TaylorState,
+    key: Float[Array, "b s G k"],
+    value: Float[Array, "b s G k"],
+    counts: Float[Array, "b s"],
+) -> TaylorState:
+    """The state after more tokens of every row, of which some count and others do not."""
+    key, value = key.astype(jnp.float32), value.astype(jnp.float32) * counts[..., None, None]
+    over_tokens = functools.partial(jnp.einsum, "bsgk,bsgv->bgkv")
+    return TaylorState(
+        state.value + value.sum(1),
+        state.key + jnp.einsum("bsgk,bs->bgk", key, counts),
+        state.square + jnp.einsum("bsgk,bs->bgk", key**2, counts),
+        state.key_value + over_tokens(key, value),
+        state.square_value + over_tokens(key**2, value),
+    )
+
+
+class Tally(NamedTuple):
+    """A softmax under way, in float32: sums of e^(s_j - top) and of e^(s_j - top) v_j."""
+
+    top: Float[Array, "*b H"]
+    """The largest s_j so far."""
+    total: Float[Array, "*b H"]
+    mixed: Float[Array, "*b H k"]
+
+    def joined(self, later: Tally) -> Tally:
+        """The tally of both together."""
+        top = jnp.maximum(self.top, later.top)
+        left, right = jnp.exp(self.top - top), jnp.exp(later.top - top)
+        return Tally(
+            top,
+            left * self.total + right * later.total,
+            left[..., None] * self.mixed + right[..., None] * later.mixed,
+        )
+
+    @property
+    def log_total(self) -> Float[Array, "*b H"]:
+        """log sum_j e^(s_j), which never falls along a document."""
+        return self.top + jnp.log(self.total)
+
+    @property
+    def mean(self) -> Float[Array, "*b H k"]:
+        """The values so far, weighted."""
+        return self.mixed / self.total[..., None]
+
+
+def tally(logits: Float[Array, "*b H"], value: Float[Array, "*b H k"]) -> Tally:
+    """Of single tokens."""
+    top = jax.lax.stop_gradient(logits)  # divided out in the end: no gradient goes through it
+    total = jnp.exp(logits - top)
+    return Tally(top, total, total[..., None] * value.astype(jnp.float32))
+
+
+def running(single: Tally, segment_ids: Int[Array, "b L"]) -> Tally:
+    """The tally of every token's document up to itself: an associative scan, so of log L steps."""
+
+    def join(left: tuple[Tally, Array], right: tuple[Tally, Array]) -> tuple[Tally, Array]:
+        (before, document), (after, same) = left, right
+        # Documents are contiguous: what ends in another one holds nothing that is needed.
+        top = jnp.where((document == same)[..., None], before.top, -jnp.inf)
+        return before._replace(top=top).joined(after), same
+
+    return jax.lax.associative_scan(join, (single, segment_ids), axis=1)[0]
+
+
+class NonApproximateAttention(Part):
+    """o_i = sum_{j <= i} e^(s_j) v_j / sum_{j <= i} e^(s_j), s_j = SiLU(q_j) . k_j / sqrt(k): one per head and token.
+
+    The weight of a token is its own affair, whoever looks at it: a state of d + 2 H numbers goes from token to token.
+    Query and key are of one token, so a rotary turn of both would change nothing, and there is none. The norm of
+    queries, where there is one, comes before SiLU, which makes nothing longer: it bounds s_j all the same.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.qkv = QueryKeyValue(config, rngs=rngs)
+        self.output = Projection(
+            config.d_model, config.d_model, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config)
+        )
+        self.config = config
+
+    @staticmethod
+    def form() -> Form:
+        """The instance of the family."""
+        return Form("earlier tokens", "SiLU(q_j) . k_j / sqrt(k)", "all", "softmax", "x W^V, then W^O")
+
+    def __call__(self, h: Float[Array, "b s d"], context: Context) -> tuple[Float[Array, "b s d"], Statistics]:
+        found = self._running(h, context)
+        heads = context.shards.part(found.mean, RESOURCE).astype(h.dtype)
+        real = context.shards.part(context.segment_ids, RESOURCE)[..., None] > 0
+        about = {"logit_absmax": largest_logit(self._logits(h)[0], real)}
+        return self.output(merge_heads(heads)), about | shown_map(self, h, context)
+
+    def attention_map(self, h: Float[Array, "b s d"], context: Context) -> Float[Array, "b H s L"]:
+        """The same row of exponentials for every token, over its own sum."""
+        logits = context.shards.gather(self._logits(h)[0], RESOURCE).swapaxes(1, 2)[:, :, None]
+        return softmax_selected(logits, context.shards.part(causal_mask(context.segment_ids), RESOURCE)[:, None])
+
+    def empty_cache(self, rows: int, length: int) -> Tally:
+        """The state before any token, whatever there is room for."""
+        heads = jnp.zeros((rows, self.config.num_heads))
+        return Tally(heads - jnp.inf, heads, jnp.zeros((*heads.shape, self.config.head_dim)))
+
+    def fill(self, h: Float[Array, "b s d"], context: Context, cache: Tally) -> Tally:
+        """The state after a prompt: that of its last token."""
+        last = context.real.sum(1) - 1
+        rows = jnp.arange(len(last))
+        return Tally(*(x[rows, last] for x in self._running(h, context)))
+
+    def decode(self, h: Float[Array, "b 1 d"], context: Context, cache: Tally) -> tuple[Float[Array, "b 1 d"], Tally]:
+        """One more token in every row."""
+        logits, value = self._logits(h)
+        state = cache.joined(tally(logits[:, 0], value[:, 0]))
+        return self.output(merge_heads(state.mean.astype(h.dtype)))[:, None], state
+
+    def _running(self, h: Float[Array, "b s d"], context: Context) -> Tally:
+        logits, value = (context.shards.gather(x, RESOURCE) for x in self._logits(h))
+        return running(tally(logits, value), context.segment_ids)
+
+    def _logits(self, h: Float[Array, "b s d"]) -> tuple[Float[Array, "b s H"], Float[Array, "b s H k"]]:
+        """s_j in float32, and v_j."""
+        query, key, value = self.qkv(h)
+        products = jax.nn.silu(query).astype(jnp.float32) * key.astype(jnp.float32)
+        return products.sum(-1) * query.shape[-1] ** -0.5, value
