@@ -1,0 +1,151 @@
+"""What the compiler says of one mixer: the other side of the ledger.
+
+`cost_analysis` counts elementwise operations too, and the body of a loop once, however often it runs. What the forward
+pass holds for the backward pass is the output of a compiled forward pass that returns the arrays of its `jax.vjp`
+closure: all that a backward pass elsewhere would need, less the parameters among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.stages import Compiled
+from jaxtyping import Array, Int
+
+from aamoe_jax.config import MixerName, ModelConfig
+from aamoe_jax.ledger.exact import Costs, Setting, attended
+from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.expert_sum import BLOCK
+from aamoe_jax.mixers.registry import build_mixer
+from pallas_kernels.block_sparse_attention import window, xla
+from pallas_kernels.block_sparse_attention.operation import Problem
+from pallas_kernels.block_sparse_attention.paged import xla as paged
+
+Row = tuple[Int[Array, "b L"], Int[Array, "b L"]]
+"""Segment ids and positions."""
+
+
+class Trial:
+    """One mixer as functions of arrays: row by row a document, budgets as configured."""
+
+    def __init__(self, name: MixerName, config: ModelConfig):
+        self.config = config
+        self._build = lambda: build_mixer(name, config, rngs=nnx.Rngs(0))
+        self._graphdef = nnx.graphdef(nnx.eval_shape(self._build))
+
+    def params(self) -> Any:
+        """Parameters in the types in which they are multiplied: casting them is none of the mixer's activations."""
+
+        def as_used(_: Any, param: nnx.Param) -> nnx.Param:
+            return param.replace(param[...].astype(self.config.dtype)) if "storage" in param.axes else param
+
+        return nnx.map_state(as_used, nnx.state(self._build()))
+
+    def forward(self, params: Any, h: Array, row: Row) -> tuple[Array, list[Array]]:
+        """The output, and what is kept for the backward pass beside parameters."""
+        output, pull_back, _ = jax.vjp(
+            lambda params, h: self._mixer(params)(h, self._context(row)), params, h, has_aux=True
+        )
+        given = {id(leaf) for leaf in jax.tree.leaves(params)}
+        return output, [leaf for leaf in jax.tree.leaves(pull_back) if id(leaf) not in given]
+
+    def decode(self, params: Any, h: Array, row: Row, cache: Any) -> tuple[Array, Any]:
+        """One more token in every row."""
+        return self._mixer(params).decode(h, self._context(row), cache)
+
+    def empty_cache(self, params: Any, rows: int, length: int) -> Any:
+        """Room for `length` tokens in every row."""
+        return self._mixer(params).empty_cache(rows, length)
+
+    def arguments(self, rows: int, length: int) -> tuple[Any, Array, Row]:
+        """Random parameters and input: the arguments of `forward`, and the first of `decode`."""
+        h = jax.random.normal(jax.random.key(1), (rows, length, self.config.d_model), self.config.dtype)
+        # Arguments, not constants: the compiler would compute masks beforehand.
+        row = jnp.ones((rows, length), jnp.int32), jnp.broadcast_to(jnp.arange(length), (rows, length))
+        return self.params(), h, row
+
+    def shapes(self, rows: int, length: int) -> Any:
+        """The arguments as shapes, which take no memory."""
+        return jax.eval_shape(lambda: self.arguments(rows, length))
+
+    def _mixer(self, params: Any) -> nnx.Module:
+        return nnx.merge(self._graphdef, params)
+
+    def _context(self, row: Row) -> Context:
+        return Context(*row, self.config.aamoe.budget.normalizer, self.config.betas[0])
+
+
+def compiled(name: MixerName, config: ModelConfig, rows: int, length: int) -> Costs:
+    """The four figures of `exact`, from programs compiled for the device that JAX finds first.
+
+    FLOPs are those of float32: in bfloat16 a CPU converts every operand first, and conversions count. Loops are made up
+    for by `beyond_one_turn`.
+    """
+    trial = Trial(name, config)
+    cache = jax.eval_shape(lambda params: trial.empty_cache(params, rows, length), jax.eval_shape(trial.params))
+    prefill, decode = counted_flops(name, dataclasses.replace(config, dtype="float32"), rows, length)
+    more = beyond_one_turn(name, config, rows, length)
+    output = rows * length * config.d_model * jnp.dtype(config.dtype).itemsize
+    return Costs(
+        prefill_flops=prefill + more.prefill_flops,
+        decode_flops=decode + more.decode_flops,
+        activation_bytes=_forward(name, config, rows, length).memory_analysis().output_size_in_bytes - output,
+        cache_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)),
+    )
+
+
+def counted_flops(name: MixerName, config: ModelConfig, rows: int, length: int) -> tuple[float, float]:
+    """The compiler's counts of a forward pass, and of one more token in every row."""
+    trial = Trial(name, config)
+    cache = jax.eval_shape(lambda params: trial.empty_cache(params, rows, length), jax.eval_shape(trial.params))
+    step = jax.jit(trial.decode, donate_argnums=3).lower(*trial.shapes(rows, 1), cache).compile()
+    return _forward(name, config, rows, length).cost_analysis()["flops"], step.cost_analysis()["flops"]
+
+
+@functools.lru_cache(maxsize=2)
+def _forward(name: MixerName, config: ModelConfig, rows: int, length: int) -> Compiled:
+    trial = Trial(name, config)
+    return jax.jit(trial.forward).lower(*trial.shapes(rows, length)).compile()
+
+
+def beyond_one_turn(name: MixerName, config: ModelConfig, rows: int, length: int) -> Costs:
+    """FLOPs that run in loops, less one turn of each: what the compiler does not count."""
+    at = Setting(config, rows, length)
+    match name:
+        case "aamoe":
+            return _beyond_one_turn_of_pairs(at)
+        case "moe" | "relu_moe":
+            return _beyond_one_turn_of_experts(at, config.moe.top_k)
+        case "switch":
+            return _beyond_one_turn_of_experts(at, 1)
+    return Costs()
+
+
+def _beyond_one_turn_of_pairs(at: Setting) -> Costs:
+    """AA-MoE's windows, pairs with chunks and pairs with experts are loops (`xla`); in decoding slots are."""
+    config, layer, given = at.config, at.config.aamoe, attended(at)
+    m, heads, chunks = layer.chunk_size, config.num_heads, at.tokens // layer.chunk_size
+    slack = 0 if layer.budget.normalizer == "row" else layer.budget.slack
+    most = at.rows * min(math.floor(max(config.betas) * at.length + 0.5) + slack, at.length * given.slots)
+    sizes = (at.tokens, heads, config.head_dim, chunks + layer.num_experts, m, given.slots)
+    path = xla.plan(Problem(*sizes, jnp.dtype(config.dtype), chunks, most, scale=1.0))
+    windows = min(chunks, max(1, window.STEP_SCORES // (heads * m * 2 * m)))
+    turns = 2 * path.group * path.tile * m + (windows * m * 2 * m if given.window_keys else 0)
+    keys = given.window_keys + given.pairs * m
+    return Costs(
+        prefill_flops=4 * config.d_model * (at.tokens * keys - turns),
+        decode_flops=4 * config.d_model * at.rows * (keys - paged.GROUP * m),
+    )
+
+
+def _beyond_one_turn_of_experts(at: Setting, chosen: int) -> Costs:
+    """Blocks of tokens of one expert."""
+    per_token = 4 * at.width * at.config.expert_width
+    turns = (at.tokens * chosen - min(BLOCK, at.tokens), at.rows * chosen - min(BLOCK, at.rows))
+    return Costs(*(per_token * tokens for tokens in turns))

@@ -1,0 +1,166 @@
+"""The ledger: every mixer has a row, the compiler agrees, and the published formulas are those that were published.
+
+Nothing here is run: mixers are compiled, at sizes where products dominate.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from aamoe_jax.config import AAMoEConfig, AttentionConfig, BudgetConfig, ModelConfig, MoEConfig
+from aamoe_jax.ledger.compiled import Trial, beyond_one_turn, compiled
+from aamoe_jax.ledger.exact import EXACT, exact
+from aamoe_jax.ledger.published import PRECOMPUTED_SLIP, PRINTED, SLIPS, Symbols, evaluate, formula
+from aamoe_jax.ledger.report import report, symbols_of
+from aamoe_jax.mixers.registry import MIXERS
+from pallas_kernels.block_sparse_attention import Pairs, block_sparse_attention, xla
+from pallas_kernels.block_sparse_attention.operation import Problem
+
+ROWS, LENGTH = 32, 512
+CONFIG = ModelConfig(
+    d_model=1024, num_heads=8, num_layers=1, kernel="xla", aamoe=AAMoEConfig(chunk_size=16, num_experts=16)
+)
+SMALL = dataclasses.replace(
+    CONFIG, d_model=64, num_heads=4, num_kv_heads=2, d_ff=96, dtype="bfloat16", attention=AttentionConfig(clusters=8)
+)
+
+
+def test_every_mixer_has_a_row():
+    assert set(MIXERS) <= set(EXACT)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_dec_13_14_the_compiler_agrees(name):
+    """FLOPs (DEC-13, AA-37) and what is held for the backward pass (DEC-14)."""
+    mine, theirs = exact(name, CONFIG, ROWS, LENGTH), compiled(name, CONFIG, ROWS, LENGTH)
+    assert mine.prefill_flops == pytest.approx(theirs.prefill_flops, rel=0.05)
+    assert mine.decode_flops == pytest.approx(theirs.decode_flops, rel=0.05)
+    assert mine.activation_bytes == pytest.approx(theirs.activation_bytes, rel=0.25)
+
+
+def saved_bytes(name, config, rows, length):
+    """Of the arrays that the forward pass returns for the backward pass; nothing is compiled."""
+    trial = Trial(name, config)
+    _, saved = jax.eval_shape(trial.forward, *trial.shapes(rows, length))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in saved)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_dec_14_in_bfloat16_with_groups_of_heads(name):
+    """The same at a length where maps are most of it, and at one where they are little."""
+    config = SMALL if name != "all_attention" else dataclasses.replace(SMALL, num_kv_heads=None)
+    for rows, length in ((2, 256), (8, 32)):
+        assert exact(name, config, rows, length).activation_bytes == pytest.approx(
+            saved_bytes(name, config, rows, length), rel=0.25
+        )
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_dec_15_cache_bytes_are_those_of_the_arrays(name):
+    """To the byte, in bfloat16, with groups of heads, at a length that is no multiple of anything."""
+    moe = MoEConfig(router_input="causal_conv")
+    attention = AttentionConfig(filter_room=0.3)
+    config = dataclasses.replace(SMALL, moe=moe, attention=attention)
+    trial = Trial(name, config)
+    arrays = jax.eval_shape(lambda params: trial.empty_cache(params, 3, 101), jax.eval_shape(trial.params))
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
+    assert exact(name, config, 3, 101).cache_bytes == held
+
+
+class TestLoops:
+    """What the compiler does not count of a loop is what `beyond_one_turn` says."""
+
+    def test_it_counts_one_turn_of_each_loop_over_pairs(self):
+        tokens, heads, size, resources, m, slots = 2048, 4, 128, 48, 32, 8
+        problem = Problem(tokens, heads, size, resources, m, slots, jnp.dtype("float32"), 32, tokens * slots, 1.0)
+        path = xla.plan(problem)
+        shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+        integers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        pairs = Pairs(integers((tokens, slots)), shape((tokens, slots)), integers((tokens, slots)), integers((tokens,)))
+        query, key = shape((tokens, heads, size)), shape((resources, m, heads, size))
+        attend = functools.partial(
+            block_sparse_attention, num_context=32, max_pairs=tokens * slots, implementation="xla"
+        )
+        counted = jax.jit(attend).lower(query, query, key, key, pairs).compile().cost_analysis()["flops"]
+        turn = 4 * path.group * path.tile * m * heads * size
+        assert counted == pytest.approx(2 * turn, rel=0.05)
+
+    def test_experts_run_as_many_turns_as_their_blocks(self):
+        more = beyond_one_turn("moe", CONFIG, ROWS, LENGTH)
+        assert more.prefill_flops == 4 * 1024 * 2048 * (ROWS * LENGTH * 2 - 128)
+        assert more.decode_flops == 4 * 1024 * 2048 * (ROWS * 2 - ROWS)
+
+    def test_others_have_none(self):
+        assert set(dataclasses.astuple(beyond_one_turn("attention", CONFIG, ROWS, LENGTH))) == {0}
+
+
+class TestPublished:
+    """The formulas as printed, and what is wrong with them."""
+
+    B, L, D, H, T = 3, 5, 8, 4, 2
+
+    def value(self, text):
+        return evaluate(text, Symbols(self.B, self.L, self.D, self.H, self.T))
+
+    def test_a_formula_is_read(self):
+        B, L, D, H, T = self.B, self.L, self.D, self.H, self.T
+        assert self.value("8BLd + 2BL²h/t") == 8 * B * L * D + 2 * B * L**2 * H / T
+        assert self.value("11BLd/t + 3Bd²/ht") == 11 * B * L * D / T + 3 * B * D**2 / (H * T)
+        assert self.value("0") == 0
+        for broken in ("2(B+1)Ld", "", "4BLd -", "B^2"):
+            with pytest.raises(ValueError, match="no product"):
+                self.value(broken)
+
+    def test_dec_13_slips_are_named_and_put_right(self):
+        B, L, D, H = self.B, self.L, self.D, self.H
+        assert self.value(formula("approximate", "prefill_flops")) == 14 * B * L * D**2
+        right = self.value(formula("approximate", "prefill_flops", "corrected"))
+        assert right == 6 * B * L * D**2 + 8 * B * L * D**2 / H
+        right = self.value(formula("random_qk", "prefill_flops", "corrected"))
+        assert right == 2 * L**2 * D + 2 * B * L**2 * D + 4 * L * D**2 + 2 * B * L * D**2
+        assert self.value(PRECOMPUTED_SLIP.corrected["decode_flops"]) == 2 * B * L * D + 2 * B * D**2
+        for name, slip in SLIPS.items():
+            for quantity, text in slip.corrected.items():
+                assert self.value(text) < self.value(formula(name, quantity))
+
+    def test_what_was_not_published_has_no_formula(self):
+        assert formula("moe", "prefill_flops") is None
+        assert formula("aamoe", "activation_bytes") is None
+
+    def test_dec_13_exact_is_corrected_and_what_it_leaves_out(self):
+        """W^O, and no more; in one row, where a fixed sequence costs what a row does."""
+        config = dataclasses.replace(CONFIG, qk_norm="none")
+        symbols, projection = symbols_of(config, 1, LENGTH), 2 * LENGTH * config.d_model**2
+        for name in ("attention", "mlp", "non_approximate", "random_qk", "fixed_qk", "static_qk"):
+            published = evaluate(formula(name, "prefill_flops", "corrected"), symbols)
+            assert exact(name, config, 1, LENGTH).prefill_flops - published == projection, name
+
+    def test_dec_15_sums_are_kept_in_float32(self):
+        """Caches of keys and values are as published; sums take twice as much; maps are cached in place of keys."""
+        config, (rows, length) = dataclasses.replace(SMALL, num_kv_heads=None), (3, 40)
+        symbols = symbols_of(config, rows, length)
+        cached = {name: exact(name, config, rows, length).cache_bytes for name in PRINTED}
+        published = {name: evaluate(formula(name, "cache_bytes"), symbols) for name in PRINTED}
+        for name, ratio in {"attention": 1, "static_qk": 1, "mlp": 1, "approximate": 2, "non_approximate": 2}.items():
+            assert cached[name] == ratio * published[name], name
+        keys, maps = 2 * length * config.d_model, 2 * config.num_heads * length**2
+        assert cached["random_qk"] - maps == published["random_qk"] - keys
+
+    def test_aa_37_aamoe_is_its_closed_form(self):
+        """The ledger of AA-MoE beside the code, which computes windows over two chunks of keys."""
+        layer = AAMoEConfig(chunk_size=16, num_experts=16, local="chunk", budget=BudgetConfig(beta=3.0))
+        config = dataclasses.replace(CONFIG, aamoe=layer, qk_norm="none")
+        published = evaluate(formula("aamoe", "prefill_flops"), symbols_of(config, 2, LENGTH))
+        # Whole squares of chunk scores, not those before the token alone; and the score of its own neighbourhood.
+        more = 2 * LENGTH * (config.d_model * LENGTH / 16 + 2 * config.d_model)
+        assert exact("aamoe", config, 2, LENGTH).prefill_flops == published + more
+
+
+def test_the_report_names_every_mixer_and_slip():
+    text = report(SMALL, 2, 64, "paper")
+    assert all(f"| {name} " in text for name in MIXERS)
+    assert all(slip.why in text for slip in (*SLIPS.values(), PRECOMPUTED_SLIP))
+    assert "over compiled" not in text
