@@ -2,7 +2,6 @@
 
 from aamoe_jax.aamoe.allocation import Allocation
 from aamoe_jax.aamoe.layer import AAMoELayer
-from aamoe_jax.aamoe.statistics import summarize
 from aamoe_jax.config import (
     AAMoEConfig,
     AttentionConfig,
@@ -19,6 +18,7 @@ from aamoe_jax.generation.decoder import Decoder
 from aamoe_jax.generation.generate import generate, stream
 from aamoe_jax.generation.sampling import Sampling
 from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.model import LanguageModel, merge, split, structure
 
 __all__ = [

@@ -33,6 +33,7 @@ from aamoe_jax.config import ConfigError, ExperimentConfig, MeshConfig, ModelCon
 from aamoe_jax.model import LanguageModel, split, structure
 from aamoe_jax.preflight import collectives, hlo
 from aamoe_jax.shards import AXES
+from aamoe_jax.training.auxiliary import loss_weights
 from aamoe_jax.training.loop import BATCH_FIELDS
 from aamoe_jax.training.state import place
 from aamoe_jax.training.step import gradients_and_metrics, over_mesh
@@ -124,7 +125,7 @@ def compiled_on(
         gradients_and_metrics,
         structure(config.model),
         accumulate=config.training.accumulate,
-        predictor_weight=config.model.aamoe.budget.predictor_weight,
+        weights=loss_weights(config.model, np.full(len(config.model.layers_of("relu_moe")), 0.1, np.float32)),
         shards=placement.shards,
     )
     step = jax.jit(over_mesh(compute, placement, (placement.params, PartitionSpec())))

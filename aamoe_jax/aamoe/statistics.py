@@ -128,7 +128,8 @@ def summarize(statistics: Statistics) -> dict[str, Any]:
     for kind in ("local", "context", "expert"):
         result[f"pairs_{kind}"] = s[f"pairs_{kind}"] / np.maximum(pairs, 1)
         result[f"mass_{kind}"] = s[f"mass_{kind}"] / np.maximum(mass, 1e-9)
-    result |= _expert_use(s["expert_load"])
+    if s["expert_load"].shape[-1]:
+        result["expert_entropy"], result["dead_experts"] = expert_use(s["expert_load"])
     if "predictor_exact" in s:
         result["predictor_exact"] = s["predictor_exact"] / tokens
         result["predictor_within_one"] = s["predictor_within_one"] / tokens
@@ -138,11 +139,8 @@ def summarize(statistics: Statistics) -> dict[str, Any]:
     return {name: value.tolist() for name, value in result.items()}
 
 
-def _expert_use(load: np.ndarray) -> dict[str, np.ndarray]:
-    """Entropy and dead share of expert loads [layers, E]; without experts there is nothing to say."""
-    experts = load.shape[-1]
-    if experts == 0:
-        return {}
+def expert_use(load: Float[np.ndarray, "n E"]) -> tuple[Float[np.ndarray, "n"], Float[np.ndarray, "n"]]:
+    """Of the loads of experts: entropy over its maximum log E, and the share of experts without any."""
     share = load / np.maximum(load.sum(-1, keepdims=True), 1)
     entropy = -np.sum(share * np.log(np.where(share > 0, share, 1)), axis=-1)
-    return {"expert_entropy": entropy / np.log(max(experts, 2)), "dead_experts": np.mean(load == 0, axis=-1)}
+    return entropy / np.log(max(load.shape[-1], 2)), np.mean(load == 0, axis=-1)

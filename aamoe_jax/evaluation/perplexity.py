@@ -19,10 +19,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax import cost
-from aamoe_jax.aamoe.statistics import combine, over_all_devices, summarize
+from aamoe_jax.aamoe.statistics import combine, over_all_devices
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.evaluation.causality import Causality, default_cuts, probe
 from aamoe_jax.mixers.base import BudgetMode, Statistics
+from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.model import merge
 from aamoe_jax.sharding import RULES
 from aamoe_jax.shards import TOKENS, WHOLE, Shards, sum_over_rows
@@ -52,7 +53,7 @@ class Evaluation:
     flops: float
     """FLOPs spent by the forward passes, padding included."""
     statistics: dict[str, Any]
-    """`aamoe.statistics.summarize`: lists with one figure per AA-MoE layer."""
+    """`mixers.statistics.summarize`: lists with one figure per layer that has it."""
     causality: Causality | None = None
     """What the probe saw on the first batch, where it was run."""
 
@@ -102,7 +103,7 @@ class Evaluation:
 
 
 def _mean_over_layers(statistics: dict[str, Any], name: str) -> float | None:
-    return float(np.mean(statistics[name])) if statistics else None
+    return float(np.mean(statistics[name])) if name in statistics else None
 
 
 # Which budgets.

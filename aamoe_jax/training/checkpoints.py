@@ -4,7 +4,8 @@ A checkpoint is a folder named after its step, which appears in one rename when 
 
   params     the parameters, a nested dict under the model's path names
   optimizer  the optimizer's state, a nested dict
-  meta       JSON: format, step, key, position in the data, config, datasets, library versions, validation loss
+  meta       JSON: format, step, key, weights of sparsity losses, position in the data, config, datasets, library
+             versions, validation loss
 
 Orbax does not notice a flipped bit inside an array, nor a missing file (it reads zeros), so `meta` also holds a
 fingerprint of every array and of itself.
@@ -175,6 +176,7 @@ class CheckpointStore:
             "format": FORMAT,
             "step": step,
             "key": jax.device_get(jax.random.key_data(state.key)).tolist(),
+            "sparsity_weight": jax.device_get(state.sparsity_weight).tolist(),
             "data": dataclasses.asdict(DataState(next_step=step)),
             "config": to_dict(config),
             "datasets": datasets,
@@ -224,9 +226,12 @@ class CheckpointStore:
         directory, wanted = self._directory(step), _trees(like)
         trees = unanimous(lambda: {name: _restore(directory, name, tree) for name, tree in wanted.items()})
         _check_fingerprints(directory, trees, meta)
-        counter, key = _counter_and_key(step, tuple(meta["key"]), (like.step.sharding, like.key.sharding))
+        # Written before there were ReLU experts, it has no weights, and needs none.
+        weights = tuple(meta.get("sparsity_weight", ()))
+        shardings = like.step.sharding, like.key.sharding, like.sparsity_weight.sharding
+        counter, key, sparsity_weight = _small_state(step, tuple(meta["key"]), weights, shardings)
         optimizer = serialization.from_state_dict(like.optimizer, trees["optimizer"])
-        return TrainState(counter, trees["params"], optimizer, key)
+        return TrainState(counter, trees["params"], optimizer, key, sparsity_weight)
 
     def set_aside(self, step: int) -> Path:
         """Renames a checkpoint, so that it is neither read nor counted any more; returns where it is then."""
@@ -341,11 +346,14 @@ def _check_fingerprints(directory: Path, trees: dict[str, Any], meta: Meta) -> N
         )
 
 
-def _counter_and_key(step: int, words: tuple[int, ...], shardings: tuple[Any, Any]) -> tuple[Array, Array]:
-    """Made where they belong: from here no array could be put on the devices of another process."""
+def _small_state(
+    step: int, words: tuple[int, ...], weights: tuple[float, ...], shardings: tuple[Any, Any, Any]
+) -> tuple[Array, Array, Array]:
+    """What `meta` holds, made where it belongs: from here no array could be put on the devices of another process."""
 
-    def build() -> tuple[Array, Array]:
-        return jnp.asarray(step, jnp.int32), jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32))
+    def build() -> tuple[Array, Array, Array]:
+        key = jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32))
+        return jnp.asarray(step, jnp.int32), key, jnp.asarray(weights, jnp.float32)
 
     return jax.jit(build, out_shardings=shardings)()
 

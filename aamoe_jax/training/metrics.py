@@ -20,10 +20,11 @@ from typing import Any
 
 import jax
 
-from aamoe_jax.aamoe.statistics import summarize
 from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.cost import peak_flops, training_flops
+from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.training import distributed
+from aamoe_jax.training.auxiliary import LOSSES
 from aamoe_jax.training.checkpoints import SaveError
 
 FILE = "metrics.jsonl"
@@ -90,9 +91,12 @@ def train_record(step: int, metrics: dict[str, Any], timing: Timing, config: Exp
     peak = peak_flops(jax.local_devices()[0])
     if peak is not None:
         record["mfu"] = flops / (timing.seconds_per_step * peak * jax.device_count())
-    if "predictor_loss" in statistics:
-        record["predictor_loss"] = float(statistics["predictor_loss"].sum() / max(statistics["tokens"].sum(), 1))
+    for name in LOSSES:
+        if name in statistics:
+            record[name] = float(statistics[name].mean() / max(metrics["tokens"], 1))
     layers = summarize(statistics)
+    if len(metrics["sparsity_weight"]):
+        layers["sparsity_weight"] = metrics["sparsity_weight"].tolist()
     return record | ({"layers": layers} if layers else {})
 
 

@@ -24,7 +24,8 @@ def keep_finite(finite: Bool[Array, ""], new: TrainState, old: TrainState) -> Tr
     def keep(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, old)
 
-    return TrainState(new.step, keep(new.params, old.params), keep(new.optimizer, old.optimizer), new.key)
+    kept = keep(new._replace(step=(), key=()), old._replace(step=(), key=()))
+    return kept._replace(step=new.step, key=new.key)
 
 
 def updates_made(optimizer: optax.OptState) -> Int[Array, ""]:

@@ -14,12 +14,13 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from aamoe_jax.config import ExperimentConfig, ModelConfig
 from aamoe_jax.model import LanguageModel, split, structure
 from aamoe_jax.sharding import RULES, make_mesh, parameter_specs, require_divisible
 from aamoe_jax.shards import Shards
+from aamoe_jax.training.auxiliary import first_sparsity_weights
 
 
 class TrainState(NamedTuple):
@@ -31,6 +32,8 @@ class TrainState(NamedTuple):
     optimizer: optax.OptState
     key: Key[Array, ""]
     """The key of the run. What step n draws comes from `jax.random.fold_in(key, n)`, so nothing else is state."""
+    sparsity_weight: Float[Array, "n"]
+    """lambda of every layer of ReLU experts: the weight of its sparsity loss in the next step (UNI-05)."""
 
 
 class Placement(NamedTuple):
@@ -97,7 +100,7 @@ def build_state(config: ModelConfig, optimizer: optax.GradientTransformation, se
     """The state before the first step: a pure function of its arguments, to be run under jit."""
     init_key, run_key = jax.random.split(jax.random.key(seed))
     _, params = split(LanguageModel(config, rngs=nnx.Rngs(init_key)))
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), run_key)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), run_key, first_sparsity_weights(config))
 
 
 def initial_state(
@@ -135,4 +138,4 @@ def _shardings(shapes: TrainState, optimizer: optax.GradientTransformation, plac
     beside = optax.tree.map_params(
         optimizer, lambda _, sharding: sharding, shapes.optimizer, params, transform_non_params=lambda _: at
     )
-    return TrainState(at, params, beside, at)
+    return TrainState(at, params, beside, at, at)

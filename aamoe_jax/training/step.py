@@ -25,14 +25,15 @@ from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.model import merge
 from aamoe_jax.shards import TOKENS, Shards, sum_over_all, vary
+from aamoe_jax.training.auxiliary import Weights, adapted, auxiliary_loss, loss_weights
 from aamoe_jax.training.nonfinite import keep_finite, updates_made
 from aamoe_jax.training.optimizer import gradient_norm, learning_rate
 from aamoe_jax.training.state import Placement, TrainState
 
 Batch = dict[str, Int[Array, "b L"]]
 Metrics = dict[str, Any]
-"""`nll`, `count`, `bytes` (sums over the targets that count) and `statistics`; a training step adds `grad_norm` and
-`learning_rate`."""
+"""`nll`, `count`, `bytes` (sums over the targets that count) and `statistics`; a training step adds `tokens` (real
+ones), `grad_norm`, `learning_rate` and `sparsity_weight`."""
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 EvalStep = Callable[[dict[str, Any], Batch], Metrics]
 
@@ -49,30 +50,29 @@ def make_train_step(
     Args:
       byte_lengths: bytes that each token of the vocabulary stands for.
     """
-    weight = config.model.aamoe.budget.predictor_weight
 
-    def sums(params: dict[str, Any], batch: Batch) -> tuple[dict[str, Any], Metrics]:
+    def sums(
+        params: dict[str, Any], batch: Batch, sparsity_weight: Float[Array, "n"]
+    ) -> tuple[dict[str, Any], Metrics]:
+        weights, accumulate = loss_weights(config.model, sparsity_weight), config.training.accumulate
         gradients, metrics = gradients_and_metrics(
-            graphdef,
-            params,
-            batch,
-            accumulate=config.training.accumulate,
-            predictor_weight=weight,
-            shards=placement.shards,
+            graphdef, params, batch, weights, accumulate=accumulate, shards=placement.shards
         )
         return gradients, metrics | {"bytes": target_bytes(batch, byte_lengths, placement.shards)}
 
-    divided = over_mesh(sums, placement, (placement.params, PartitionSpec()))
+    divided = over_mesh(sums, placement, (placement.params, PartitionSpec()), PartitionSpec())
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        gradients, metrics = divided(state.params, batch)
+        gradients, metrics = divided(state.params, batch, state.sparsity_weight)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         metrics |= {
             "grad_norm": gradient_norm(gradients),
             "learning_rate": learning_rate(config.optimizer, config.training.steps, updates_made(state.optimizer)),
+            "sparsity_weight": state.sparsity_weight,
         }
         params = optax.apply_updates(state.params, updates)
-        after = TrainState(state.step + 1, params, optimizer_state, state.key)
+        sparsity_weight = adapted(state.sparsity_weight, metrics["statistics"], config.model)
+        after = TrainState(state.step + 1, params, optimizer_state, state.key, sparsity_weight)
         if config.training.nonfinite == "skip":
             after = keep_finite(jnp.isfinite(metrics["nll"]) & jnp.isfinite(metrics["grad_norm"]), after, state)
         return after, metrics
@@ -98,25 +98,31 @@ def make_eval_step(
     return over_mesh(eval_step, placement, PartitionSpec())
 
 
-def over_mesh(function: Callable, placement: Placement, out_specs: Any) -> Callable:
-    """`function(params, batch)` on every device's part of both; see `aamoe_jax.shards`."""
-    return jax.shard_map(
-        function, mesh=placement.mesh, in_specs=(placement.params, placement.batch.spec), out_specs=out_specs
-    )
+def over_mesh(function: Callable, placement: Placement, out_specs: Any, *more: PartitionSpec) -> Callable:
+    """`function(params, batch, ...)` on every device's part of each; see `aamoe_jax.shards`.
+
+    Args:
+      more: where the further arguments lie.
+    """
+    in_specs = (placement.params, placement.batch.spec, *more)
+    return jax.shard_map(function, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 def gradients_and_metrics(
     graphdef: nnx.GraphDef,
     params: dict[str, Any],
     batch: Batch,
+    weights: Weights,
     *,
     accumulate: int,
-    predictor_weight: float,
     shards: Shards,
 ) -> tuple[dict[str, Any], Metrics]:
     """Gradients of the loss over the whole batch, computed in `accumulate` micro-batches one after the other.
 
     Inside `jax.shard_map`: parameters, rows and gradients are the parts of this device, sums are of all.
+
+    Args:
+      weights: of the losses that layers add.
     """
     count = sum_over_all(shards.part(batch["loss_mask"], TOKENS).sum())
     tokens = sum_over_all((shards.part(batch["segment_ids"], TOKENS) > 0).sum())
@@ -127,10 +133,7 @@ def gradients_and_metrics(
     def objective(params: dict[str, Any], rows: Batch) -> tuple[Float[Array, ""], Metrics]:
         nll, statistics = negative_log_likelihood(graphdef, params, rows, shards)
         nll, statistics = sum_over_all(nll), over_all_devices(statistics)
-        loss = nll / jnp.maximum(count, 1)
-        if "predictor_loss" in statistics:
-            layers = statistics["predictor_loss"].shape[0]
-            loss += predictor_weight * statistics["predictor_loss"].sum() / jnp.maximum(layers * tokens, 1)
+        loss = nll / jnp.maximum(count, 1) + auxiliary_loss(weights, statistics) / jnp.maximum(tokens, 1)
         return loss, {"nll": nll, "statistics": statistics}
 
     def one(rows: Batch) -> tuple[dict[str, Any], Metrics]:
@@ -140,7 +143,7 @@ def gradients_and_metrics(
         gradients, sums = one(batch)
     else:
         gradients, sums = _sum_over(one, params, micro_batches(batch, accumulate))
-    return sum_gradients(gradients)[0], sums | {"count": count}
+    return sum_gradients(gradients)[0], sums | {"count": count, "tokens": tokens}
 
 
 def negative_log_likelihood(

@@ -19,6 +19,10 @@ BASELINES = (
     "uniform.gin",
     "separate.gin",
     "mixture_of_depths.gin",
+    "moe.gin",
+    "moe_local.gin",
+    "switch.gin",
+    "relu_moe.gin",
 )
 
 

@@ -18,6 +18,6 @@ def save_run(folder: Path, config: ExperimentConfig) -> None:
     """A run folder with a checkpoint of random parameters: nothing here depends on training."""
     datasets = {name: dataset_metadata(config.data, name) for name, _ in config.data.mixture}
     params = jax.tree.map(jnp.asarray, random_params(config.model))
-    state = TrainState(jnp.asarray(8, jnp.int32), params, {"count": jnp.asarray(8)}, jax.random.key(0))
+    state = TrainState(jnp.asarray(8, jnp.int32), params, {"count": jnp.asarray(8)}, jax.random.key(0), jnp.zeros(0))
     with CheckpointStore(folder / "checkpoints", keep_last=1) as store:
         store.save(state, config, datasets, None)

@@ -29,7 +29,9 @@ def saved_run(folder: Path, model: ModelConfig, data) -> Path:
     params = params_of(model)
     optimizer = build_optimizer(config.optimizer, 1).init(params)
     with CheckpointStore(folder / "checkpoints", keep_last=1) as store:
-        store.save(TrainState(jnp.asarray(0, jnp.int32), params, optimizer, jax.random.key(0)), config, {}, None)
+        store.save(
+            TrainState(jnp.asarray(0, jnp.int32), params, optimizer, jax.random.key(0), jnp.zeros(0)), config, {}, None
+        )
     return folder
 
 

@@ -91,6 +91,17 @@ class TestEveryKindOfLayer:
         )
         assert_same(on_meshes(tmp_path, self.MESHES, *bindings))
 
+    def test_experts(self, tmp_path):
+        """With their losses, routers that look back across parts of a row, and tokens that find no room."""
+        bindings = (
+            "ModelConfig.pattern = ('moe+switch+relu_moe',)",
+            "MoEConfig.router = 'attention'",
+            "MoEConfig.router_input = 'causal_conv'",
+            "MoEConfig.capacity_tokens = 16",
+            "TrainingConfig.accumulate = 2",
+        )
+        assert_same(on_meshes(tmp_path, self.MESHES, *bindings))
+
     def test_no_context_and_no_bias(self, tmp_path):
         bindings = ("AAMoEConfig.context = 'none'", "AAMoEConfig.bias = 'none'")
         assert_same(on_meshes(tmp_path, ("1x1x4x2",), *bindings))

@@ -41,7 +41,9 @@ def state_at(step: int, size: int = 100) -> TrainState:
     params = {"embedding": jax.random.normal(keys[0], (size, 30)), "periods": {"norm": {"scale": jnp.full(4, step)}}}
     optimizer = build_optimizer(CONFIG.optimizer, 10).init(params)
     optimizer = jax.tree.map(lambda leaf: leaf + step, optimizer)
-    return TrainState(jnp.asarray(step, jnp.int32), params, optimizer, keys[1])
+    return TrainState(
+        jnp.asarray(step, jnp.int32), params, optimizer, keys[1], 1e-8 * 1.2 ** jnp.arange(step, step + 2.0)
+    )
 
 
 def store_in(folder: Path, keep_last: int = 2) -> CheckpointStore:

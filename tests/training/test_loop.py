@@ -39,6 +39,7 @@ def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interru
         metrics = {"nll": np.float32(losses.get(step, 1.0)), "count": 1, "bytes": 1, "grad_norm": np.float32(1)}
         return state._replace(step=jax.device_put(np.int32(step))), metrics | {
             "learning_rate": 0.1,
+            "sparsity_weight": np.zeros(0),
             "statistics": {},
             "step": step,
         }
@@ -57,7 +58,7 @@ def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interru
             events.append(("save", int(state.step)))
             super().save(state, config, datasets, loss)
 
-    state = TrainState(jnp.int32(0), {"w": jnp.ones(3)}, {"mu": jnp.ones(3)}, jax.random.key(0))
+    state = TrainState(jnp.int32(0), {"w": jnp.ones(3)}, {"mu": jnp.ones(3)}, jax.random.key(0), jnp.zeros(0))
     with (
         Interrupt() as interrupt,
         NotedStore(run_dir / "checkpoints", keep_last=2) as store,

@@ -94,6 +94,7 @@ class TestRecords:
         }
         statistics = {name: np.asarray(value, np.float32) for name, value in layers.items()}
         metrics = SUMS | {"learning_rate": 0.1, "grad_norm": 2.0, "statistics": statistics}
+        metrics |= {"tokens": np.float32(100), "sparsity_weight": np.zeros(0)}
         config = experiment(DataConfig(seq_len=64, document_align=8), model_config())
         record = train_record(5, metrics, Timing(0.5, 0.25), config)
         assert record["tokens"] == 5 * 4 * 64

@@ -57,7 +57,7 @@ def gradients_of(pattern: str, normalizer: str, accumulate: int, weight: float):
     """(gradients, metrics) of one batch."""
     config, graphdef, params = model_of(pattern, normalizer)
     placement = place(dataclasses.replace(experiment(DATA), model=config))
-    options = {"accumulate": accumulate, "predictor_weight": weight, "shards": placement.shards}
+    options = {"accumulate": accumulate, "weights": {"predictor_loss": weight}, "shards": placement.shards}
     compute = functools.partial(gradients_and_metrics, graphdef, **options)
     divided = over_mesh(compute, placement, (placement.params, PartitionSpec()))
     return jax.jit(divided)(placement.put_params(params), placement.put(random_batch()))

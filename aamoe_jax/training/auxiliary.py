@@ -1,0 +1,62 @@
+"""What layers add to the objective beside the loss of the next token, and with which weight.
+
+A layer returns such a loss as a statistic: a sum over the real tokens of its rows, so that those of devices and
+micro-batches add up. The objective takes their mean over tokens, times a weight for every layer.
+
+Shapes: n layers that have the loss.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from aamoe_jax.config import ModelConfig
+from aamoe_jax.mixers.base import Statistics
+
+LOSSES = ("predictor_loss", "balance_loss", "sparsity_loss")
+"""The statistics that are such losses."""
+FIRST_WEIGHT = 1e-8
+"""lambda_0: the sparsity loss begins without a say, and its weight grows for as long as it is needed (UNI-05)."""
+FACTOR = 1.2
+"""alpha: by which the weight of the sparsity loss changes every step."""
+
+Weights = dict[str, Float[Array | np.ndarray, "n"] | float]
+
+
+def loss_weights(config: ModelConfig, sparsity_weight: Float[Array | np.ndarray, "n"]) -> Weights:
+    """The weight of each of LOSSES, which are means over the layers that have them.
+
+    Args:
+      sparsity_weight: lambda of every layer of ReLU experts.
+    """
+    balanced = len(config.layers_of("moe")) + len(config.layers_of("switch"))
+    return {
+        "predictor_loss": config.aamoe.budget.predictor_weight,
+        "balance_loss": balanced * config.moe.balance_weight,  # Switch adds those of all layers
+        "sparsity_loss": sparsity_weight,
+    }
+
+
+def auxiliary_loss(weights: Weights, statistics: Statistics) -> Float[Array, ""] | float:
+    """The weighted sum of all losses that layers returned, not yet divided by the tokens."""
+    return sum((jnp.mean(weights[name] * statistics[name]) for name in LOSSES if name in statistics), 0.0)
+
+
+def first_sparsity_weights(config: ModelConfig) -> Float[Array, "n"]:
+    """Before the first step."""
+    return jnp.full(len(config.layers_of("relu_moe")), FIRST_WEIGHT, jnp.float32)
+
+
+def adapted(weights: Float[Array, "n"], statistics: Statistics, config: ModelConfig) -> Float[Array, "n"]:
+    """lambda alpha^sign((1 - k/E) - S): more where the share S of experts that a token does without is too small.
+
+    This is ReMoE's rule, for every layer by itself (UNI-05).
+    """
+    if not len(weights):
+        return weights
+    moe = config.moe
+    pairs = moe.num_experts * jnp.maximum(statistics["moe_tokens"][0], 1)  # the tokens of all layers are the same
+    sparsity = 1 - statistics["relu_pairs"] / pairs
+    return weights * FACTOR ** jnp.sign(1 - moe.top_k / moe.num_experts - sparsity)
