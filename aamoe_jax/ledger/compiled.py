@@ -10,18 +10,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.stages import Compiled
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import MixerName, ModelConfig
 from aamoe_jax.ledger.exact import Costs, Setting, attended
-from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.base import Context, FixedStreams
 from aamoe_jax.mixers.expert_sum import BLOCK
+from aamoe_jax.mixers.fixed_maps import FIXED_STARTS
 from aamoe_jax.mixers.registry import build_mixer
 from pallas_kernels.block_sparse_attention import window, xla
 from pallas_kernels.block_sparse_attention.operation import Problem
@@ -31,11 +33,21 @@ Row = tuple[Int[Array, "b L"], Int[Array, "b L"]]
 """Segment ids and positions."""
 
 
+class Inputs(NamedTuple):
+    """What a mixer looks at."""
+
+    h: Float[Array, "b n d"]
+    embedded: Float[Array, "b n d"] | None
+    """The embeddings, where it looks at these."""
+    stream: Float[Array, "1 n d"] | None
+    """The fixed sequence, where it looks at one."""
+
+
 class Trial:
     """One mixer as functions of arrays: row by row a document, budgets as configured."""
 
     def __init__(self, name: MixerName, config: ModelConfig):
-        self.config = config
+        self.name, self.config = name, config
         self._build = lambda: build_mixer(name, config, rngs=nnx.Rngs(0))
         self._graphdef = nnx.graphdef(nnx.eval_shape(self._build))
 
@@ -47,28 +59,37 @@ class Trial:
 
         return nnx.map_state(as_used, nnx.state(self._build()))
 
-    def forward(self, params: Any, h: Array, row: Row) -> tuple[Array, list[Array]]:
+    def forward(self, params: Any, inputs: Inputs, row: Row) -> tuple[Array, list[Array]]:
         """The output, and what is kept for the backward pass beside parameters."""
-        output, pull_back, _ = jax.vjp(
-            lambda params, h: self._mixer(params)(h, self._context(row)), params, h, has_aux=True
-        )
+        output, pull_back = self.vjp(params, inputs, row)
         given = {id(leaf) for leaf in jax.tree.leaves(params)}
         return output, [leaf for leaf in jax.tree.leaves(pull_back) if id(leaf) not in given]
 
-    def decode(self, params: Any, h: Array, row: Row, cache: Any) -> tuple[Array, Any]:
+    def vjp(self, params: Any, inputs: Inputs, row: Row) -> tuple[Array, Callable[[Array], tuple[Any, Inputs]]]:
+        """The output, and what makes gradients of parameters and inputs from its cotangent."""
+        apply = lambda params, inputs: self._mixer(params)(inputs.h, self._context(inputs, row))  # noqa: E731
+        output, pull_back, _ = jax.vjp(apply, params, inputs, has_aux=True)
+        return output, pull_back
+
+    def decode(self, params: Any, inputs: Inputs, row: Row, cache: Any) -> tuple[Array, Any]:
         """One more token in every row."""
-        return self._mixer(params).decode(h, self._context(row), cache)
+        return self._mixer(params).decode(inputs.h, self._context(inputs, row), cache)
 
     def empty_cache(self, params: Any, rows: int, length: int) -> Any:
         """Room for `length` tokens in every row."""
         return self._mixer(params).empty_cache(rows, length)
 
-    def arguments(self, rows: int, length: int) -> tuple[Any, Array, Row]:
-        """Random parameters and input: the arguments of `forward`, and the first of `decode`."""
-        h = jax.random.normal(jax.random.key(1), (rows, length, self.config.d_model), self.config.dtype)
+    def arguments(self, rows: int, length: int) -> tuple[Any, Inputs, Row]:
+        """Random parameters and inputs: the arguments of `forward`, and the first of `decode`."""
+
+        def normal(seed: int, rows: int) -> Array:
+            return jax.random.normal(jax.random.key(seed), (rows, length, self.config.d_model), self.config.dtype)
+
+        embedded = normal(2, rows) if self.name == "static_qk" else None
+        stream = normal(3, 1) if self.name in FIXED_STARTS else None
         # Arguments, not constants: the compiler would compute masks beforehand.
         row = jnp.ones((rows, length), jnp.int32), jnp.broadcast_to(jnp.arange(length), (rows, length))
-        return self.params(), h, row
+        return self.params(), Inputs(normal(1, rows), embedded, stream), row
 
     def shapes(self, rows: int, length: int) -> Any:
         """The arguments as shapes, which take no memory."""
@@ -77,8 +98,10 @@ class Trial:
     def _mixer(self, params: Any) -> nnx.Module:
         return nnx.merge(self._graphdef, params)
 
-    def _context(self, row: Row) -> Context:
-        return Context(*row, self.config.aamoe.budget.normalizer, self.config.betas[0])
+    def _context(self, inputs: Inputs, row: Row) -> Context:
+        streams = {} if inputs.stream is None else {self.name: inputs.stream}
+        budget, beta = self.config.aamoe.budget.normalizer, self.config.betas[0]
+        return Context(*row, budget, beta, embedded=inputs.embedded, fixed=FixedStreams(streams, streams, None))
 
 
 def compiled(name: MixerName, config: ModelConfig, rows: int, length: int) -> Costs:
