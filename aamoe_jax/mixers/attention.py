@@ -11,7 +11,7 @@ from aamoe_jax.config import ModelConfig, Selector
 from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
-from aamoe_jax.mixers.family import Form, head_scores, selected, softmax_selected
+from aamoe_jax.mixers.family import Form, head_mix, head_scores, selected, softmax_selected
 from aamoe_jax.mixers.parts import Part, shown_map
 from aamoe_jax.shards import RESOURCE
 
@@ -87,3 +87,20 @@ class CausalAttention(Part):
         self, h: Float[Array, "b L d"], context: Context
     ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
         return self.qkv.grouped(h)
+
+
+class WeightedAttention(CausalAttention):
+    """Attention whose coefficients are no plain softmax, and so are laid out: a subclass says in `_weigh` what they are."""
+
+    def _weigh(
+        self, h: Float[Array, "b L d"], context: Context
+    ) -> tuple[Float[Array, "b H L S"], Float[Array, "b S G k"], Statistics]:
+        """What every token here weighs every token by, the values of all tokens, statistics."""
+        raise NotImplementedError
+
+    def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
+        weights, value, about = self._weigh(h, context)
+        return self.output(merge_heads(head_mix(weights, value))), about | shown_map(self, h, context)
+
+    def attention_map(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b H L S"]:
+        return self._weigh(h, context)[0]

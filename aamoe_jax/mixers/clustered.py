@@ -15,11 +15,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import merge_heads, rotate_heads, split_heads
-from aamoe_jax.mixers.attention import CausalAttention
+from aamoe_jax.mixers.attention import WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.cache import KeyValueCache
 from aamoe_jax.mixers.cache import empty_cache as empty_key_value_cache
-from aamoe_jax.mixers.family import Form, head_mix, head_scores, softmax_selected
+from aamoe_jax.mixers.family import Form, head_scores, softmax_selected
 from aamoe_jax.shards import RESOURCE
 
 
@@ -30,7 +30,7 @@ class ClusteredCache(NamedTuple):
     cluster: Int[Array, "B N"]
 
 
-class ClusteredAttention(CausalAttention):
+class ClusteredAttention(WeightedAttention):
     """Softmax attention to the keys of the `clusters_kept` clusters that a query scores highest, and to itself.
 
     A key is of the cluster whose centroid is nearest. Keys and queries meet centroids un-rotated, so that a token's
@@ -52,9 +52,14 @@ class ClusteredAttention(CausalAttention):
             "earlier tokens", "q . k / sqrt(k)", "the clusters with the best q . centroid", "softmax", "x W^V, then W^O"
         )
 
-    def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
-        scores, value, chosen, about = self._routed(h, context)
-        return self.output(merge_heads(head_mix(softmax_selected(scores, chosen), value))), about
+    def _weigh(
+        self, h: Float[Array, "b L d"], context: Context
+    ) -> tuple[Float[Array, "b H L S"], Float[Array, "b S G k"], Statistics]:
+        scores, value, rank, visible = self.ranked(h, context)
+        chosen = visible & (rank < self.config.attention.clusters_kept)
+        real = context.shards.part(context.segment_ids, RESOURCE)[:, None, :, None] > 0
+        compared, offered = ((x & real).sum().astype(jnp.float32) for x in (chosen, visible))
+        return softmax_selected(scores, chosen), value, {"pairs_compared": compared, "pairs_offered": offered}
 
     def clusters(self, key: Float[Array, "b n G k"]) -> Int[Array, "b n G"]:
         """The nearest centroid of every key."""
@@ -115,16 +120,6 @@ class ClusteredAttention(CausalAttention):
         scores = cache.neurons.scores(rotate_heads(query, turn), positions)
         chosen = ((rank < self.config.attention.clusters_kept) | itself) & jnp.isfinite(scores)
         return self.output(merge_heads(cache.neurons.mix(softmax_selected(scores, chosen)))), cache
-
-    def _routed(
-        self, h: Float[Array, "b L d"], context: Context
-    ) -> tuple[Float[Array, "b H L S"], Float[Array, "b S G k"], Bool[Array, "b H L S"], Statistics]:
-        """Scores, values, what is chosen, and how many pairs of real tokens that is, of how many."""
-        scores, value, rank, visible = self.ranked(h, context)
-        chosen = visible & (rank < self.config.attention.clusters_kept)
-        real = context.shards.part(context.segment_ids, RESOURCE)[:, None, :, None] > 0
-        compared, offered = ((x & real).sum().astype(jnp.float32) for x in (chosen, visible))
-        return scores, value, chosen, {"pairs_compared": compared, "pairs_offered": offered}
 
     def _for_heads(self, x: Int[Array, "b G n"]) -> Int[Array, "b H n"]:
         return jnp.repeat(x, self.qkv.group, axis=1)

@@ -20,17 +20,17 @@ from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, merge_heads, rotate_heads, split_heads
-from aamoe_jax.mixers.attention import CausalAttention
+from aamoe_jax.mixers.attention import WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache, flat_heads
-from aamoe_jax.mixers.family import Form, head_mix, head_scores, root_normalized, softmax_selected
+from aamoe_jax.mixers.family import Form, head_scores, root_normalized, softmax_selected
 from aamoe_jax.shards import RESOURCE
 
 KEPT_AT_START = 2.0
 """The logit of the learned filter before training: 0.88 of certainty, so that most tokens are kept and learn."""
 
 
-class SquareRootAttention(CausalAttention):
+class SquareRootAttention(WeightedAttention):
     """(q K^T / sqrt(k)) V / sqrt(n) over the n tokens so far, and W^O over all heads (PM-13).
 
     The root keeps the size of a sum of independent terms; what tokens have in common still grows with sqrt(n).
@@ -41,12 +41,13 @@ class SquareRootAttention(CausalAttention):
         """The instance of the family."""
         return Form("earlier tokens", "q . k / sqrt(k)", "all", "scores / sqrt(n)", "x W^V, then W^O")
 
-    def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
+    def _weigh(
+        self, h: Float[Array, "b L d"], context: Context
+    ) -> tuple[Float[Array, "b H L S"], Float[Array, "b S G k"], Statistics]:
         query, key, value = self._rotated(h, context)
         key, value = (context.shards.gather(x, RESOURCE) for x in (key, value))
         seen = context.shards.part(self._visible(context), RESOURCE)[:, None]
-        weights = root_normalized(head_scores(query, key), seen)
-        return self.output(merge_heads(head_mix(weights, value))), {}
+        return root_normalized(head_scores(query, key), seen), value, {}
 
     def decode(
         self, h: Float[Array, "b 1 d"], context: Context, cache: KeyValueCache
@@ -76,7 +77,7 @@ class GatedCache(NamedTuple):
         return GatedCache(self.neurons.write(positions, key, value), written)
 
 
-class GatedAttention(CausalAttention):
+class GatedAttention(WeightedAttention):
     """silu(q . g) (q . k) v, summed over the n tokens so far and divided by sqrt(n): SwiGLU whose neurons are tokens.
 
     Gates g are a second projection of tokens, normed and rotated like keys; both scores are over sqrt(k) (PM-12).
@@ -91,12 +92,14 @@ class GatedAttention(CausalAttention):
         """The instance of the family."""
         return Form("earlier tokens", "q . k and q . g", "all", "silu(q . g) (q . k) / sqrt(n)", "x W^V, then W^O")
 
-    def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
+    def _weigh(
+        self, h: Float[Array, "b L d"], context: Context
+    ) -> tuple[Float[Array, "b H L S"], Float[Array, "b S G k"], Statistics]:
         query, key, gate, value = self._gated(h, context)
         key, gate, value = (context.shards.gather(x, RESOURCE) for x in (key, gate, value))
         seen = context.shards.part(self._visible(context), RESOURCE)[:, None]
-        weights = root_normalized(jax.nn.silu(head_scores(query, gate)) * head_scores(query, key), seen)
-        return self.output(merge_heads(head_mix(weights, value))), {}
+        activations = jax.nn.silu(head_scores(query, gate)) * head_scores(query, key)
+        return root_normalized(activations, seen), value, {}
 
     def empty_cache(self, rows: int, length: int) -> GatedCache:
         neurons = empty_cache(self.config, rows, length)
@@ -171,7 +174,7 @@ class FilteredCache(NamedTuple):
         return grouped.reshape(rows, heads, room)
 
 
-class FilteredAttention(CausalAttention):
+class FilteredAttention(WeightedAttention):
     """Softmax attention in which a token adds its neuron to a head only where its message is worth it (PM-10).
 
     What is kept depends on the token alone, so later tokens change nothing. A head without any neuron gives 0. Heads
@@ -192,7 +195,9 @@ class FilteredAttention(CausalAttention):
             "earlier tokens", "q . k / sqrt(k) + log gate", "those that the filter keeps", "softmax", "x W^V, then W^O"
         )
 
-    def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
+    def _weigh(
+        self, h: Float[Array, "b L d"], context: Context
+    ) -> tuple[Float[Array, "b H L S"], Float[Array, "b S G k"], Statistics]:
         shards = context.shards
         query, key, value = self._rotated(h, context)
         log_gate = self.log_gate(h, value)
@@ -200,8 +205,7 @@ class FilteredAttention(CausalAttention):
         key, value, log_gate = (shards.gather(x, RESOURCE) for x in (key, value, log_gate))
         gates = jnp.repeat(log_gate, self.qkv.group, axis=2).swapaxes(1, 2)[:, :, None]
         visible = shards.part(self._visible(context), RESOURCE)[:, None] & jnp.isfinite(gates)
-        weights = softmax_selected(head_scores(query, key) + gates, visible)
-        return self.output(merge_heads(head_mix(weights, value))), about
+        return softmax_selected(head_scores(query, key) + gates, visible), value, about
 
     def log_gate(self, h: Float[Array, "b L d"], value: Float[Array, "b L G k"]) -> Float[Array, "b L G"]:
         """What is added to the scores of every token's neuron in every head: -inf where it is left out.

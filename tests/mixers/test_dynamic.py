@@ -85,6 +85,21 @@ def test_pm_12_a_closed_gate_keeps_a_neuron_out():
     np.testing.assert_array_equal(shut, 0)
 
 
+@pytest.mark.parametrize(
+    "part_type", [SquareRootAttention, GatedAttention, FilteredAttention, ClusteredAttention], ids=lambda x: x.__name__
+)
+def test_the_map_is_what_values_are_weighed_by(part_type):
+    config = config_of(filter_threshold=0.88, clusters=6, clusters_kept=1)
+    part = part_type(config, rngs=nnx.Rngs(0))
+    h, context = inputs(2, LENGTH), context_of(config, 2, LENGTH, segment_ids=SEGMENTS)
+    output, about = apply(part, h, dataclasses.replace(context, detail="maps"))
+    attention, value = about["attention_map"], part.qkv.grouped(h)[2]
+    mixed = jnp.einsum("bhij,bjhk->bihk", attention, value).reshape(h.shape)
+    np.testing.assert_allclose(mixed @ part.output.kernel[...], output, atol=1e-5)
+    assert attention.shape == (2, 4, LENGTH, LENGTH)
+    assert (attention == jnp.tril(attention)).all()
+
+
 class TestPM10:
     @pytest.mark.parametrize(
         "attention",
