@@ -8,9 +8,9 @@ from flax import nnx
 
 from aamoe_jax.config import ConfigError
 from aamoe_jax.generation.decoder import Decoder
-from aamoe_jax.mixers.registry import MIXERS
 from tests.aamoe.helpers import M, context_of, inputs, layer_of, model_config
 from tests.generation.helpers import assert_parity, count_compilations, stepped, teacher_forced
+from tests.mixers.layers import LAYERS
 from tests.test_model import params_of, run, tokens_of
 
 LENGTH = 4 * M + 3
@@ -18,9 +18,9 @@ STARTS = [1, M + 3, 3 * M]
 """Prompts of one token, of a chunk and a bit, of whole chunks: together in one batch."""
 
 
-@pytest.mark.parametrize("name", sorted(MIXERS))
-def test_every_mixer_decodes_as_it_was_trained(name):
-    config = model_config(pattern=(name,))
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_mixer_decodes_as_it_was_trained(layer):
+    config = model_config(pattern=(layer,))
     assert_parity(config, params_of(config), length=LENGTH, starts=STARTS)
 
 
