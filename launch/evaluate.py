@@ -3,6 +3,7 @@
     python -m launch.evaluate --checkpoint=runs/quickstart
     python -m launch.evaluate --checkpoint=runs/row --budget=all
     python -m launch.evaluate --checkpoint=runs/quickstart --sweep=budget
+    python -m launch.evaluate --checkpoint=runs/hybrid --skip_layers=mlp
 
 The config comes out of the checkpoint. Prints a table, and writes evaluation-SPLIT-BUDGET-STEP.json into the run
 folder; of a sweep also a picture. Beside every figure stands what a probe of causality saw on the first batch.
@@ -35,7 +36,7 @@ from aamoe_jax.evaluation.perplexity import (
 )
 from aamoe_jax.evaluation.sweeps import BUDGET_SCALES, LENGTH_FACTORS, budget_sweep, held_out, length_sweep
 from aamoe_jax.mixers.base import BudgetMode
-from aamoe_jax.model import structure
+from aamoe_jax.model import Skipped, structure
 from aamoe_jax.shards import AXES
 from aamoe_jax.training.checkpoints import Checkpoint, library_versions, load_checkpoint
 from aamoe_jax.training.state import Placement, place
@@ -71,6 +72,12 @@ def define_flags() -> None:
         [],
         f"Of a budget sweep the settings of the dial, {','.join(map(str, BUDGET_SCALES))} if not given; of a length "
         f"sweep multiples of the training length, {','.join(map(str, LENGTH_FACTORS))} if not given.",
+    )
+    flags.DEFINE_list(
+        "skip_layers",
+        [],
+        "Leaves these out of the stack: layers by their number, counted from 0, and mixers by name, such as 1,mlp. "
+        "They are computed all the same, and what they would add is multiplied by 0.",
     )
     flags.DEFINE_integer(
         "max_batches", None, "Only the text of the first so many batches: a quick look.", lower_bound=1
@@ -127,6 +134,21 @@ def swept_budget(model: ModelConfig) -> BudgetMode:
     return asked_budgets(model)[-1]
 
 
+def skipped_layers(model: ModelConfig) -> frozenset[Skipped]:
+    """What --skip_layers names.
+
+    Raises:
+      ConfigError: the stack has no such layer or mixer.
+    """
+    mixers = dict.fromkeys(name for _, name in model.mixers)
+    found = {int(name) if name.isdecimal() else name for name in FLAGS.skip_layers}
+    for name in found:
+        if name not in mixers and name not in range(model.num_layers):
+            known = f"layers 0 to {model.num_layers - 1}, and the mixers {', '.join(mixers)}"
+            raise ConfigError(f"--skip_layers={','.join(FLAGS.skip_layers)}: there is no {name!r}; there are {known}")
+    return frozenset(found)
+
+
 def sweep_points() -> tuple[float, ...]:
     """The numbers of --sweep_points.
 
@@ -173,9 +195,10 @@ def evaluate_dataset(checkpoint: Checkpoint, data: DataConfig, name: str) -> Rec
     byte_lengths = load_tokenizer(data.tokenizer).byte_lengths
     trained_on_row = "predictor" in budget_modes(model)
     found, placement = {}, placement_of(checkpoint.config) if FLAGS.mesh else None
+    graphdef = structure(model, skipped_layers(model))
     scale = max(1.0, FLAGS.budget_scale)
     for budget in dict.fromkeys((*shown, "row") if trained_on_row else shown):
-        evaluator = Evaluator(structure(model), model, budget=budget, max_budget_scale=scale, placement=placement)
+        evaluator = Evaluator(graphdef, model, budget=budget, max_budget_scale=scale, placement=placement)
         found[budget] = evaluator.probed(checkpoint.params, batches, byte_lengths, budget_scale=FLAGS.budget_scale)
     record = _dataset_record(data, name) | {"budgets": {budget: found[budget].to_dict() for budget in shown}}
     if "row" in found:
@@ -196,7 +219,7 @@ def sweep_dataset(checkpoint: Checkpoint, data: DataConfig, name: str) -> Record
     """The record of one dataset along the dial, or in rows of several lengths."""
     model, points = checkpoint.config.model, sweep_points()
     budget, record = swept_budget(model), _dataset_record(data, name)
-    start = (structure(model), checkpoint.params, model)
+    start = (structure(model, skipped_layers(model)), checkpoint.params, model)
     byte_lengths = load_tokenizer(data.tokenizer).byte_lengths
     if FLAGS.sweep == "budget":
         batches = _held_out(data, name, data.seq_len)
@@ -254,6 +277,7 @@ def output_path(step: int) -> Path:
     parts = [kind, FLAGS.split, FLAGS.budget]
     parts += [f"scale{FLAGS.budget_scale:g}"] if FLAGS.budget_scale != 1 else []
     parts += [f"at{'_'.join(FLAGS.sweep_points)}"] if FLAGS.sweep_points else []
+    parts += [f"without_{'_'.join(FLAGS.skip_layers)}"] if FLAGS.skip_layers else []
     parts += [f"first{FLAGS.max_batches}"] if FLAGS.max_batches else []
     return program.run_folder(FLAGS.checkpoint) / ("-".join([*parts, f"step{step}", *FLAGS.datasets]) + ".json")
 
@@ -285,7 +309,8 @@ def main(argv: list[str]) -> None:
     results = [measure(checkpoint, data, name) for name in FLAGS.datasets or [name for name, _ in data.mixture]]
     part = f", the first {FLAGS.max_batches} batches alone: a part" if FLAGS.max_batches else ""
     dial = f", every budget times {report.fraction(FLAGS.budget_scale)}" if FLAGS.budget_scale != 1 else ""
-    print(f"checkpoint of step {checkpoint.step}, {FLAGS.split} split{part}{dial}")
+    skipped = f", without {', '.join(FLAGS.skip_layers)}" if FLAGS.skip_layers else ""
+    print(f"checkpoint of step {checkpoint.step}, {FLAGS.split} split{part}{dial}{skipped}")
     print(tables(results))
     exact = model.dtype == "float32" and jax.default_backend() == "cpu"
     warnings = report.causality_warnings((item for result in results for item in measured(result)), exact=exact)
@@ -295,6 +320,7 @@ def main(argv: list[str]) -> None:
         "checkpoint": FLAGS.checkpoint,
         "step": checkpoint.step,
         "max_batches": FLAGS.max_batches,
+        "skip_layers": FLAGS.skip_layers,
         "device": jax.devices()[0].device_kind,
         "versions": library_versions(),
         "warnings": warnings,

@@ -29,6 +29,8 @@ CALLS = {
     "mesh": ("row", "--mesh=1x1x2x2", "--max_batches=1"),
     "half": ("half", "--max_batches=1"),
     "dense": ("dense",),
+    "skipped": ("dense", "--skip_layers=0", "--max_batches=1"),
+    "skipped_by_name": ("dense", "--skip_layers=parallel", "--max_batches=1"),
     "budget_sweep": ("prefix", "--sweep=budget", "--sweep_points=0.5,1,2", "--max_batches=1"),
     "length_sweep": ("prefix", "--sweep=length", "--sweep_points=1,2,500", "--max_batches=1"),
     "dense_length": ("dense", "--sweep=length", "--sweep_points=1,0.3", "--max_batches=1"),
@@ -61,6 +63,10 @@ REFUSED = {
         "take the rest, such as MeshConfig.fsdp = -1"
     ),
     ("prefix", "--mesh=1x1x2x2", "--sweep=budget"): "--mesh=1x1x2x2: --sweep=budget runs on one device",
+    ("dense", "--skip_layers=0,mlp"): (
+        "--skip_layers=0,mlp: there is no 'mlp'; there are layers 0 to 0, and the mixers parallel"
+    ),
+    ("dense", "--skip_layers=1"): ("--skip_layers=1: there is no 1; there are layers 0 to 0, and the mixers parallel"),
     ("prefix", "--sweep_points=1,2"): "--sweep_points=1,2: give --sweep=budget or --sweep=length with it",
 }
 
@@ -169,6 +175,20 @@ def test_a_model_without_budgets_has_none_in_its_table(outcomes):
     (figures,) = result["budgets"].values()
     assert (figures["budget"], figures["spent"], figures["causality"]["largest"]) == (None, None, 0.0)
     assert "(causal)" not in outcomes["dense"].stdout
+
+
+def test_dec_11_layers_are_left_out_by_number_and_by_name(outcomes):
+    """Of a stack of one layer nothing is left. That the rest is as it was: tests/mixers/test_deconstructed.py."""
+    numbered, named = (outcomes[name] for name in ("skipped", "skipped_by_name"))
+    assert ", without 0\n" in numbered.stdout
+    assert (named.run / "evaluation-test-causal-without_parallel-first1-step8.json").is_file()
+    assert named.record()["skip_layers"] == ["parallel"]
+    one, other, whole = (
+        next(iter(outcome.record()["results"][0]["budgets"].values()))["nll_by_position"][0]
+        for outcome in (numbered, named, outcomes["dense"])
+    )
+    assert one == other
+    assert abs(one - whole) > 1e-3
 
 
 def test_a_budget_sweep_tells_whether_bits_fall(outcomes):
