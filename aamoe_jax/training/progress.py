@@ -62,11 +62,13 @@ class Progress:
 
 def _figures(record: Record) -> str:
     parts = [_loss(record), f"{record['tokens_per_second']:,.0f} tokens/s"]
-    spent: dict[str, Any] = record.get("layers", {})
-    if spent:
-        parts.append(f"{np.mean(spent['spent']):.2f} resources/token")
-        if dropped := max(spent["overflow"]):
+    layers: dict[str, Any] = record.get("layers", {})
+    if "spent" in layers:
+        parts.append(f"{np.mean(layers['spent']):.2f} resources/token")
+        if dropped := max(layers["overflow"]):
             parts.append(f"{dropped:.2%} of a layer's pairs dropped at MeshConfig.pair_bound")
+    if "moe_active" in layers:
+        parts.append(f"{np.mean(layers['moe_active']):.2f} experts/token")
     if "mfu" in record:
         parts.append(f"MFU {record['mfu']:.1%}")
     return "  ".join(parts)
