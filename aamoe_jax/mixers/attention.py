@@ -90,7 +90,7 @@ class CausalAttention(Part):
 
 
 class WeightedAttention(CausalAttention):
-    """Attention whose coefficients are no plain softmax, and so are laid out: a subclass says in `_weigh` what they are."""
+    """Attention whose coefficients are no plain softmax, and so are laid out: a subclass has them in `_weigh`."""
 
     def _weigh(
         self, h: Float[Array, "b L d"], context: Context
