@@ -85,7 +85,8 @@ class TestEveryKindOfLayer:
             "AAMoEConfig.local = 'routed'",
             "AAMoEConfig.max_resources = 3",
             "BudgetConfig.expert_price = 1.5",
-            "ModelConfig.pattern = ('aamoe', 'parallel', 'all_attention+mixture_of_depths')",
+            "ModelConfig.pattern = ('aamoe', 'all_attention+mixture_of_depths', 'parallel+swiglu+"
+            "sqrt_attention+gated_attention+filtered_attention+clustered_attention')",
             "ModelConfig.num_layers = 3",
             "ModelConfig.embedding = 'tied'",
         )
