@@ -92,6 +92,10 @@ class TestEveryKindOfLayer:
         )
         assert_same(on_meshes(tmp_path, self.MESHES, *bindings))
 
+    def test_attention_deconstructed(self, tmp_path):
+        pattern = "ModelConfig.pattern = ('mlp+approximate+non_approximate+static_qk+random_qk',)"
+        assert_same(on_meshes(tmp_path, self.MESHES, pattern, "ModelConfig.num_layers = 1"))
+
     def test_experts(self, tmp_path):
         """With their losses, routers that look back across parts of a row, and tokens that find no room."""
         bindings = (
