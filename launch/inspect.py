@@ -1,6 +1,7 @@
-"""Shows where the budget of a passage went, or measures what repetition costs.
+"""Shows where the budget of a passage went, what its attention looks like, or what repetition costs.
 
     python -m launch.inspect --checkpoint=runs/quickstart --text=FILE       # one HTML page; FILE may be - for stdin
+    python -m launch.inspect --checkpoint=runs/dense --text=FILE --maps     # indicators of attention maps
     python -m launch.inspect --checkpoint=runs/quickstart --copies          # repeated against new text, held-out split
 
 The page is one file that loads nothing: every token of the passage with its resources, layer by layer. `--copies`
@@ -16,11 +17,12 @@ from typing import Any
 
 import numpy as np
 from absl import flags
+from jaxtyping import Int
 
-from aamoe_jax.analysis import copying
+from aamoe_jax.analysis import copying, indicators
 from aamoe_jax.analysis.inspection import Inspection, aamoe_layers, inspect_passage
 from aamoe_jax.analysis.inspection_page import page_data, render
-from aamoe_jax.config import ConfigError
+from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.data import evaluation_batches, load_tokenizer
 from aamoe_jax.evaluation.perplexity import causal_budget, require_budget_scale
 from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
@@ -34,6 +36,7 @@ def define_flags() -> None:
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_string("text", None, "File that holds the passage; - reads standard input.")
     flags.DEFINE_bool("copies", False, "Measure repeated against new tokens of a held-out split instead.")
+    flags.DEFINE_bool("maps", False, "With --text: print the indicators of all attention maps, and write no page.")
     flags.DEFINE_integer("tokens", None, "Most tokens shown; a row of training if not given.", lower_bound=1)
     flags.DEFINE_float("budget_scale", 1.0, "The dial: multiplies the budget of every token.")
     flags.DEFINE_string("output", None, "File to write; inside the run folder if not given.")
@@ -78,11 +81,9 @@ def facts(checkpoint: Checkpoint, inspection: Inspection, text_bytes: int, scale
     ]
 
 
-def write_page(checkpoint: Checkpoint) -> Path:
-    """Writes the page of --text, and returns where."""
-    config = checkpoint.config
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    tokens = tokenizer.encode(read_text(FLAGS.text)).astype(np.int32)
+def read_passage(config: ExperimentConfig) -> tuple[Int[np.ndarray, "L"], list[str]]:
+    """The tokens of --text that are shown, and what is to be said of them, which is told on stderr too."""
+    tokens = load_tokenizer(config.data.tokenizer).encode(read_text(FLAGS.text)).astype(np.int32)
     limit, notes = FLAGS.tokens or config.data.seq_len, []
     if len(tokens) > limit:
         notes.append(f"Cut: the first {limit} of {len(tokens)} tokens are shown (--tokens sets how many).")
@@ -91,6 +92,14 @@ def write_page(checkpoint: Checkpoint) -> Path:
         notes.append(f"Longer than the rows of training, which had {config.data.seq_len} tokens.")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+    return tokens, notes
+
+
+def write_page(checkpoint: Checkpoint) -> Path:
+    """Writes the page of --text, and returns where."""
+    config = checkpoint.config
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokens, notes = read_passage(config)
     inspection = inspect_passage(config.model, checkpoint.params, tokens, budget_scale=FLAGS.budget_scale)
     predicted = int(tokenizer.byte_lengths[tokens[1:]].sum())
     source = "standard input" if FLAGS.text == "-" else Path(FLAGS.text).name
@@ -182,7 +191,15 @@ def main(argv: list[str]) -> None:
     require_budget_scale(FLAGS.budget_scale)
     if (FLAGS.text is None) == (not FLAGS.copies):
         raise ConfigError("give either --text=FILE, which writes a page, or --copies, which measures a held-out split")
+    if FLAGS.maps and (FLAGS.copies or FLAGS.budget_scale != 1):
+        raise ConfigError("--maps: give --text=FILE with it, and neither --copies nor --budget_scale")
     checkpoint = load_checkpoint(FLAGS.checkpoint)
+    if FLAGS.maps:
+        tokens, _ = read_passage(checkpoint.config)
+        found = indicators.attention_maps(checkpoint.config.model, checkpoint.params, tokens)
+        print(f"checkpoint of step {checkpoint.step}, {len(tokens)} tokens")
+        print(indicators.table(found))
+        return
     aamoe_layers(checkpoint.config.model)
     if FLAGS.copies:
         record = measure_copies(checkpoint)

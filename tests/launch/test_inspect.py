@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from aamoe_jax.config import ConfigError, ModelConfig
@@ -57,6 +58,7 @@ def flags(monkeypatch, runs):
     def call(**values) -> None:
         defaults = {"checkpoint": runs["aamoe"], "text": None, "copies": False, "tokens": None, "budget_scale": 1.0}
         defaults |= {
+            "maps": False,
             "output": None,
             "datasets": [],
             "split": "test",
@@ -107,6 +109,18 @@ def test_copies_of_the_held_out_split(flags, runs, capsys):
         assert entry["copied"]["tokens"] + entry["novel"]["tokens"] < result["tokens"]
 
 
+def test_dec_17_indicators_of_the_maps_of_a_passage(flags, runs, tmp_path, capsys):
+    (tmp_path / "a.txt").write_bytes(TEXT)
+    flags(checkpoint=runs["dense"], text=str(tmp_path / "a.txt"), maps=True, tokens=12)
+    head, names, row = capsys.readouterr().out.splitlines()
+    assert head == "checkpoint of step 0, 12 tokens"
+    found = dict(zip(names.split(), row.split(), strict=True))
+    assert (found["layer"], found["mixer"]) == ("0", "parallel")
+    assert 0 < float(found["entropy"]) < np.log(12)
+    with pytest.raises(ConfigError, match="no mixer of it has an attention map"):
+        flags(text=str(tmp_path / "a.txt"), maps=True)
+
+
 def test_what_cannot_work_is_one_line(flags, runs, tmp_path):
     dense = run(f"--checkpoint={runs['dense']}", "--text=README.md")
     assert (dense.returncode, dense.stdout) == (1, b"")
@@ -119,6 +133,8 @@ def test_what_cannot_work_is_one_line(flags, runs, tmp_path):
         ({"text": str(tmp_path / "empty")}, "is empty"),
         ({}, "either --text=FILE"),
         ({"text": "README.md", "copies": True}, "either --text=FILE"),
+        ({"maps": True, "copies": True}, "--maps: give --text=FILE with it, and neither --copies"),
+        ({"maps": True, "text": "README.md", "budget_scale": 0.5}, "nor --budget_scale"),
         ({"checkpoint": str(tmp_path), "copies": True}, "there is no checkpoint"),
         ({"text": "README.md", "budget_scale": 0.0}, "budget_scale = 0.0: must be a positive number"),
     ):
