@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from aamoe_jax.aamoe.statistics import summarize
 from aamoe_jax.config import AAMoEConfig, ConfigError, ModelConfig
 from aamoe_jax.evaluation.perplexity import causal_budget
 from aamoe_jax.mixers.base import Statistics
-from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.model import merge, structure
 
 UNUSED, LOCAL, CONTEXT, EXPERT = -1, 0, 1, 2
