@@ -152,8 +152,12 @@ def fixed_tokens(file: str | None, vocab_size: int, length: int) -> Int[np.ndarr
     if file is None:
         tokens = (np.frombuffer(TEXT.encode(), np.uint8).astype(np.int32) + 3) % vocab_size
     else:
-        tokens = np.load(file)
-        if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu" or tokens.max() >= vocab_size:
+        try:
+            tokens = np.load(file)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"ModelConfig.fixed_tokens = {file!r}: cannot be read: {error}") from error
+        integers = tokens.ndim == 1 and tokens.size and tokens.dtype.kind in "iu"
+        if not integers or tokens.min() < 0 or tokens.max() >= vocab_size:
             raise ConfigError(f"ModelConfig.fixed_tokens = {file!r}: wanted a list of ids below {vocab_size}")
     return np.resize(tokens.astype(np.int32), length)
 

@@ -21,7 +21,10 @@ from aamoe_jax.mixers.fixed_maps import fixed_tokens, noise_stream
 from aamoe_jax.mixers.recurrent import LEAST_MEAN, running, tally
 from aamoe_jax.mixers.registry import build_mixer
 from aamoe_jax.model import merge, structure
+from tests.aamoe.helpers import M
+from tests.aamoe.helpers import model_config as small
 from tests.evaluation.helpers import random_params
+from tests.generation.helpers import assert_parity
 from tests.mixers.rows import two_rows
 from tests.test_model import run, tokens_of
 
@@ -235,6 +238,8 @@ class TestFixedMaps:
         assert fixed_tokens(file, 12, 7).tolist() == [5, 7, 11, 5, 7, 11, 5]
         with pytest.raises(ConfigError, match="wanted a list of ids below 11"):
             fixed_tokens(file, 11, 7)
+        with pytest.raises(ConfigError, match=r"none\.npy': cannot be read"):
+            fixed_tokens(str(tmp_path / "none.npy"), 11, 7)
         assert bytes((fixed_tokens(None, 384, 14) - 3).astype(np.uint8)) == b"Four score and"
         assert fixed_tokens(None, 10, 2000).max() == 9
         config = dataclasses.replace(CONFIG, pattern=("fixed_qk",))
@@ -355,3 +360,8 @@ class TestDEC22:
                 qkv[which]["kernel"] = jnp.full_like(qkv[which]["kernel"], jnp.nan)
         np.testing.assert_array_equal(continued(), wanted)
         assert np.isnan(np.asarray(decoder.prefill([tokens[0, :4]]).logits)).all()
+
+    def test_the_map_of_all_places_is_that_of_fewer_where_streams_go_through_aamoe_layers(self):
+        """A hybrid (DEC-10): the stream of a decoder is as long as its room, that of a forward pass as its row."""
+        config = small(pattern=("aamoe+random_qk",), num_layers=2)
+        assert_parity(config, random_params(config), length=2 * M + 3, starts=[M - 2])
