@@ -1,0 +1,154 @@
+"""What a trained stack loses when its heads are made to do with fewer neurons, without training again.
+
+The essay's questions: does every token need to be added to every head (PM-10), does every token need to be compared to
+every other (PM-11)? Standard attention has all parameters that filtering by the norm of messages takes; clusters are
+found among its keys.
+
+Shapes: n tokens, G heads of keys, k their width, C clusters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from aamoe_jax.analysis import clusters
+from aamoe_jax.config import ConfigError, MixerName, ModelConfig
+from aamoe_jax.evaluation.perplexity import Evaluation, causal_budget, evaluate
+from aamoe_jax.mixers.base import Context
+from aamoe_jax.model import Block, dials_of_periods, merge, structure
+from aamoe_jax.patterns import mixers_of
+
+Batch = dict[str, Int[np.ndarray, "b L"]]
+Params = dict[str, Any]
+STANDARD: MixerName = "attention"
+
+
+def filtered(config: ModelConfig, threshold: float) -> ModelConfig:
+    """The same stack with its attention filtered by the norm of messages; its parameters fit, once `renamed`."""
+    attention = dataclasses.replace(config.attention, filter="message_norm", filter_threshold=threshold)
+    return _with_attention(dataclasses.replace(config, attention=attention), "filtered_attention")
+
+
+def clustered(config: ModelConfig, count: int, kept: int) -> ModelConfig:
+    """The same stack with its attention routed to `kept` of `count` clusters."""
+    attention = dataclasses.replace(config.attention, clusters=count, clusters_kept=kept)
+    return _with_attention(dataclasses.replace(config, attention=attention), "clustered_attention")
+
+
+def renamed(params: Params, config: ModelConfig, name: MixerName) -> Params:
+    """Parameters of standard attention as those of another mixer that has the same."""
+    old = [f"{index}_{mixer}" for index, (_, mixer) in enumerate(config.mixers)]
+    new = [f"{index}_{name if mixer == STANDARD else mixer}" for index, (_, mixer) in enumerate(config.mixers)]
+    blocks = params["periods"]["blocks"]
+    return params | {"periods": {"blocks": {after: blocks[before] for before, after in zip(old, new, strict=True)}}}
+
+
+def with_centroids(params: Params, config: ModelConfig, tokens: Int[Array, "b L"], count: int) -> Params:
+    """Parameters of standard attention as those of clustered attention: k-means over what every head's keys are on
+    these tokens, each row one document."""
+    found: dict[str, list[np.ndarray]] = {}
+    for name, block, h, _ in inputs_of_blocks(params, config, tokens):
+        if name.endswith(f"_{STANDARD}"):
+            keys = block.mixer.parts["attention"].qkv.grouped(h)[1]
+            flat = np.asarray(keys.reshape(-1, *keys.shape[2:]), np.float32)
+            renaming = name.replace(STANDARD, "clustered_attention")
+            found.setdefault(renaming, []).append(clusters.centroids_of_keys(flat, count))
+    params = renamed(params, config, "clustered_attention")
+    blocks = dict(params["periods"]["blocks"])
+    for name, centroids in found.items():
+        part = blocks[name]["mixer"]["parts"]["attention"] | {"centroids": jnp.asarray(np.stack(centroids))}
+        blocks[name] = blocks[name] | {"mixer": {"parts": {"attention": part}}}
+    return params | {"periods": {"blocks": blocks}}
+
+
+def inputs_of_blocks(
+    params: Params, config: ModelConfig, tokens: Int[Array, "b L"]
+) -> Iterator[tuple[str, Block, Float[Array, "b L d"], Context]]:
+    """(name, block, normed input, context) of every block in order, each row one document."""
+    model = merge(structure(config), params)
+    graphdef, stacked = nnx.split(model.periods)
+    x, dials = model.embed(tokens), dials_of_periods(config)
+    rows = dataclasses.replace(Context.of_rows(config, *tokens.shape), budget=causal_budget(config))
+    context = dataclasses.replace(rows, embedded=x, fixed=model.fixed_streams(tokens.shape[1]))
+    for period in range(config.periods):
+        params_here, dials_here = jax.tree.map(lambda leaf, at=period: leaf[at], (stacked, dials))
+        blocks = nnx.merge(graphdef, params_here).blocks
+        for (name, block), at in zip(blocks.items(), dials_here.of_blocks(context), strict=True):
+            yield name, block, block.norm(x), at
+            x = block(x, at)[0]
+
+
+def recall(params: Params, config: ModelConfig, tokens: Int[Array, "b L"]) -> Float[np.ndarray, "layers C"]:
+    """`clusters.attention_recall` of every layer with clustered attention."""
+    found = [
+        clusters.attention_recall(block.mixer.parts["attention"], h, at)
+        for name, block, h, at in inputs_of_blocks(params, config, tokens)
+        if name.endswith("_clustered_attention")
+    ]
+    return np.stack([np.asarray(masses) for masses in found])
+
+
+def filter_sweep(
+    params: Params,
+    config: ModelConfig,
+    batches: Sequence[Batch],
+    byte_lengths: Int[np.ndarray, "V"],
+    thresholds: Sequence[float],
+) -> list[dict[str, float]]:
+    """Share of neurons kept, nats per token, and what these are above the unfiltered model's, by threshold."""
+    whole = _evaluated(params, config, batches, byte_lengths)
+    as_filtered, settings = renamed(params, config, "filtered_attention"), []
+    for threshold in thresholds:
+        found = _evaluated(as_filtered, filtered(config, threshold), batches, byte_lengths)
+        settings.append({"threshold": threshold} | _record(found, whole, "neurons_kept"))
+    return settings
+
+
+def cluster_sweep(
+    params: Params,
+    config: ModelConfig,
+    batches: Sequence[Batch],
+    byte_lengths: Int[np.ndarray, "V"],
+    count: int,
+    kept: Sequence[int],
+) -> list[dict[str, float]]:
+    """The same for clusters kept, of clusters found on the first batch: share of pairs compared, and recall of exact
+    attention."""
+    routed = [clustered(config, count, clusters_kept) for clusters_kept in kept]  # which refuses first
+    whole, sample = _evaluated(params, config, batches, byte_lengths), jnp.asarray(batches[0]["tokens"])
+    params = with_centroids(params, config, sample, count)
+    masses = recall(params, routed[0], sample).mean(0)
+    settings = []
+    for clusters_kept, thin in zip(kept, routed, strict=True):
+        found = _record(_evaluated(params, thin, batches, byte_lengths), whole, "pairs_kept")
+        settings.append({"clusters": clusters_kept, "recall": float(masses[clusters_kept - 1])} | found)
+    return settings
+
+
+def _record(found: Evaluation, whole: Evaluation, share: str) -> dict[str, float]:
+    nats = found.nats_per_token
+    return {"kept": float(np.mean(found.statistics[share])), "nats": nats, "above": nats - whole.nats_per_token}
+
+
+def _evaluated(
+    params: Params, config: ModelConfig, batches: Sequence[Batch], byte_lengths: Int[np.ndarray, "V"]
+) -> Evaluation:
+    return evaluate(structure(config), params, config, batches, byte_lengths, budget=causal_budget(config))
+
+
+def _with_attention(config: ModelConfig, name: MixerName) -> ModelConfig:
+    """Raises ConfigError where there is no standard attention."""
+    if not config.layers_of(STANDARD):
+        raise ConfigError(
+            f"ModelConfig.pattern = {config.pattern!r}: no layer has 'attention', which is what is thinned"
+        )
+    layers = ["+".join(name if mixer == STANDARD else mixer for mixer in mixers_of(layer)) for layer in config.pattern]
+    return dataclasses.replace(config, pattern=tuple(layers))
