@@ -98,6 +98,15 @@ def differences(left: ExperimentConfig, right: ExperimentConfig) -> dict[str, tu
     return {name: (one[name], other[name]) for name in one if one[name] != other[name]}
 
 
+def rebound(config: ExperimentConfig, values: dict[str, Any]) -> ExperimentConfig:
+    """The experiment with other values for some fields, by their full names.
+
+    Raises:
+      ConfigError: for a value that the dataclasses refuse.
+    """
+    return _compose(ExperimentConfig, _flatten(config) | values)
+
+
 def describe(hint: Any) -> str:
     """A type as a reader of gin files thinks of it: choices are spelt out, `Literal` and `Union` are not mentioned."""
     arguments = get_args(hint)

@@ -28,7 +28,9 @@ COMPILED_NOTE = (
 PAPER_NOTE = (
     "As printed: nothing but products, W^O left out, bytes of half precision, t = 1. Corrected: where there is a slip. "
     "B rows, L tokens, d width, h heads, t devices along heads, m keys per resource, E experts, P pairs in a row. "
-    "`exact` counts W^O, and sums in float32; of a fixed sequence it caches the map, not the keys."
+    "`exact` counts W^O, and sums in float32; `approximate` is in its parallel form but for decoding; of a fixed "
+    "sequence the map is cached, not the keys. Activations are far more than printed: automatic differentiation keeps "
+    "float32 maps and norms."
 )
 
 

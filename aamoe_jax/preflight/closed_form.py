@@ -44,7 +44,7 @@ def pairs_per_token(config: ModelConfig) -> float:
     """Resources that a token can pay for, in all AA-MoE layers together."""
     most = config.aamoe.max_resources
     betas = [config.betas[layer] for layer in config.layers_of("aamoe")]
-    return sum(beta if most is None else min(beta, most) for beta in betas)
+    return sum((beta if most is None else min(beta, most) for beta in betas), 0.0)
 
 
 def kernel_work(

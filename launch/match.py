@@ -1,0 +1,41 @@
+"""Makes one experiment as big as another by changing one field, and prints what both are.
+
+  python -m launch.match --gin_file=aamoe.gin --gin_file=dense.gin --field=ModelConfig.d_ff --equal=parameters
+  python -m launch.match --gin_file=dense.gin --gin_file=aamoe.gin --field=BudgetConfig.beta --equal=flops
+
+The first file is the reference, the second is changed; --gin_param applies to both. Active FLOPs per token are those of
+a forward pass over rows of the reference's length, with every budget spent. Within 1 %, or exit code 1 and why not.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from absl import app, flags
+
+from experiments.binding import load_experiment
+from experiments.matching import Equal, comparison, match
+from launch.program import define_experiment_flags, refuse_arguments, run
+
+
+def define_flags() -> None:
+    """The flags of this program."""
+    define_experiment_flags()
+    flags.DEFINE_string("field", None, "The number to change, such as ModelConfig.d_ff.", required=True)
+    flags.DEFINE_enum("equal", "flops", get_args(Equal), "What is to be equal.")
+
+
+def main(argv: list[str]) -> None:
+    refuse_arguments(argv)
+    values = flags.FLAGS
+    if len(values.gin_file) != 2:
+        raise app.UsageError(f"give --gin_file twice, the reference first; there are {len(values.gin_file)}")
+    reference, other = (load_experiment([name], values.gin_param) for name in values.gin_file)
+    found = match(reference, other, values.field, values.equal)
+    print(comparison(values.gin_file, reference, other, found))
+    print(f"\n--gin_param='{found.field} = {found.value!r}'")
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)
