@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from experiments.systems import ROOT, System, places_in_code, named_by, named_in, report, systems, places_in_tests
+from experiments.systems import ROOT, System, named_by, named_in, places_in_code, places_in_tests, report, systems
 from tests.launch.session import calls
 
 
