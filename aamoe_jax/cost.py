@@ -92,13 +92,26 @@ def non_approximate_flops_per_token(config: ModelConfig, length: int) -> int:
     return 4 * config.d_model * (config.d_model + config.kv_heads * config.head_dim) + 4 * config.d_model
 
 
-def experts_flops_per_token(config: ModelConfig, experts: int) -> int:
-    """Scores of all E experts, 2 d E or 6 d E + 4 E^2 (and 6 d for a convolution), and 4 d w for each that computes."""
+MIXTURES = ("moe", "switch", "relu_moe")
+
+
+def experts_per_token(config: ModelConfig, name: str) -> int:
+    """Experts that a token is meant to have in a mixture: all find room, and ReLU's sparsity loss has its way."""
+    return 1 if name == "switch" else config.moe.top_k
+
+
+def flops_per_expert(config: ModelConfig) -> int:
+    """One expert of width w for one token: 4 d w."""
+    return 4 * config.d_model * config.expert_width
+
+
+def experts_flops_per_token(config: ModelConfig, name: str) -> int:
+    """Scores of all E experts, 2 d E or 6 d E + 4 E^2 (and 6 d for a convolution), and the experts that are meant."""
     d, count = config.d_model, config.moe.num_experts
     scores = 2 * d * count if config.moe.router == "linear" else 6 * d * count + 4 * count**2
     if config.moe.router_input == "causal_conv":
         scores += 2 * d * TOKENS_BEFORE
-    return scores + 4 * d * config.expert_width * experts
+    return scores + experts_per_token(config, name) * flops_per_expert(config)
 
 
 def mixture_of_depths_flops_per_token(config: ModelConfig, length: int) -> int:
@@ -131,11 +144,9 @@ MIXER_FLOPS: dict[str, Callable[[ModelConfig, int], int]] = {
     "static_qk": attention_flops_per_token,
     "feed_forward": lambda config, length: 4 * config.d_model * config.ff_width,
     "swiglu": lambda config, length: 6 * config.d_model * config.swiglu_width,
-    "moe": lambda config, length: experts_flops_per_token(config, config.moe.top_k),
-    # Tokens that found no room cost less.
-    "switch": lambda config, length: experts_flops_per_token(config, 1),
-    # What its sparsity loss aims at; at the start half of all experts have a positive score.
-    "relu_moe": lambda config, length: experts_flops_per_token(config, config.moe.top_k),
+    "moe": lambda config, length: experts_flops_per_token(config, "moe"),
+    "switch": lambda config, length: experts_flops_per_token(config, "switch"),
+    "relu_moe": lambda config, length: experts_flops_per_token(config, "relu_moe"),
 }
 
 
@@ -143,13 +154,18 @@ def forward_flops(config: ModelConfig, rows: int, length: int, statistics: Stati
     """FLOPs of one forward pass over rows x length tokens.
 
     Args:
-      statistics: what `LanguageModel` returned for them: the pairs really given; {} for models without AA-MoE.
+      statistics: what `LanguageModel` returned for them: pairs really given, and experts that really computed. Without
+        them no pairs are counted, and the experts that tokens are meant to have.
     """
     mixers = sum(MIXER_FLOPS[name](config, length) for _, name in config.mixers)
     per_token = mixers * config.periods + 2 * config.d_model * config.vocab_size
     kinds = ("pairs_local", "pairs_context", "pairs_expert")
     pairs = sum((float(np.sum(statistics[kind])) for kind in kinds if kind in statistics), 0.0)
-    return rows * length * per_token + pairs * flops_per_pair(config)
+    flops = rows * length * per_token + pairs * flops_per_pair(config)
+    if "moe_load" in statistics:
+        meant = config.periods * sum(experts_per_token(config, name) for _, name in config.mixers if name in MIXTURES)
+        flops += (float(np.sum(statistics["moe_load"])) - rows * length * meant) * flops_per_expert(config)
+    return flops
 
 
 def training_flops(config: ModelConfig, rows: int, length: int, statistics: Statistics) -> float:

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from aamoe_jax.config import ConfigError, ModelConfig, MoEConfig
-from aamoe_jax.cost import MIXER_FLOPS
+from aamoe_jax.cost import MIXER_FLOPS, forward_flops
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.expert_sum import BLOCK, _lists, expert_sum
 from aamoe_jax.mixers.family import top_selected
@@ -273,3 +273,9 @@ class TestCost:
         assert MIXER_FLOPS["moe"](many, 1) - MIXER_FLOPS["moe"](few, 1) == 2 * D * 60  # scores
         assert MIXER_FLOPS["moe"](few, 1) == 2 * D * 4 + 2 * 4 * D * 8
         assert MIXER_FLOPS["switch"](few, 1) == 2 * D * 4 + 4 * D * 8
+
+    def test_what_computed_is_counted_where_it_is_known(self):
+        config = dataclasses.replace(CONFIG, pattern=("moe+switch+relu_moe",))
+        meant = forward_flops(config, 2, 100, {})
+        loads = np.array([[100.0] * 4, [50.0] * 4, [150.0, 150, 150, 0]])  # 400 pairs of 400, 200 of 200, 450 of 400
+        assert forward_flops(config, 2, 100, {"moe_load": loads}) - meant == 50 * 4 * D * 8
