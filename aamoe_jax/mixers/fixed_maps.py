@@ -16,15 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import ConfigError, MixerName, ModelConfig
-from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads, split_heads
-from aamoe_jax.mixers.attention import CausalAttention
+from aamoe_jax.layers import merge_heads, rotate_heads, split_heads
+from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import fill_value, mix_values, write_value
-from aamoe_jax.mixers.family import Form, head_mix, head_scores, largest_logit, softmax_selected
-from aamoe_jax.mixers.parts import Part, shown_map
+from aamoe_jax.mixers.family import Form, head_scores, largest_logit, softmax_selected
 from aamoe_jax.shards import RESOURCE, TENSOR, Shards
 
 TEXT = """\
@@ -44,7 +43,7 @@ class MapCache(NamedTuple):
     value: Float[Array, "G k N"]
 
 
-class FixedMapAttention(Part):
+class FixedMapAttention(WeightedAttention):
     """softmax(q K^T / sqrt(k)) V with q and K of a fixed sequence at this depth, place by place in the row.
 
     Queries and keys are turned to their places in the row, as standard attention turns them to positions: a second
@@ -52,11 +51,7 @@ class FixedMapAttention(Part):
     """
 
     def __init__(self, config: ModelConfig, stream: Literal["random_qk", "fixed_qk"], *, rngs: nnx.Rngs):
-        self.qkv = QueryKeyValue(config, rngs=rngs)
-        self.output = Projection(
-            config.d_model, config.d_model, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config)
-        )
-        self.config = config
+        super().__init__(config, rngs=rngs)
         self.stream = stream
 
     @staticmethod
@@ -65,15 +60,15 @@ class FixedMapAttention(Part):
         source = "noise" if stream == "random_qk" else "a fixed text"
         return Form("earlier tokens", f"q . k / sqrt(k) of {source}", "all", "softmax", "x W^V, then W^O")
 
-    def __call__(self, h: Float[Array, "b s d"], context: Context) -> tuple[Float[Array, "b s d"], Statistics]:
-        value = context.shards.gather(self._values(h), RESOURCE)
-        heads = head_mix(self.attention_map(h, context), value)
-        about = {"logit_absmax": largest_logit(self._scores(h, context)[None], self._seen(context))}
-        return self.output(merge_heads(heads)), about | shown_map(self, h, context)
-
-    def attention_map(self, h: Float[Array, "b s d"], context: Context) -> Float[Array, "b H s L"]:
+    def _weigh(
+        self, h: Float[Array, "b s d"], context: Context
+    ) -> tuple[Float[Array, "b H s L"], Float[Array, "b L G k"], Statistics]:
         """The fixed map, from which every row hides what its documents do not let it see."""
-        return softmax_selected(self._scores(h, context)[None], self._seen(context))
+        # A prompt has fewer places than there is room for.
+        scores = self.scores(context)[None, :, : h.shape[1], : context.segment_ids.shape[1]]
+        seen = context.shards.part(causal_mask(context.segment_ids), RESOURCE)[:, None]
+        value = context.shards.gather(self._values(h), RESOURCE)
+        return softmax_selected(scores, seen), value, {"logit_absmax": largest_logit(scores, seen)}
 
     def scores(self, context: Context) -> Float[Array, "H s L"]:
         """q . k / sqrt(k) of the places here with all places."""
@@ -104,13 +99,6 @@ class FixedMapAttention(Part):
         cache = MapCache(cache.map, write_value(cache.value, context.positions, self._values(h)))
         weights = cache.map[:, context.positions[:, 0]].swapaxes(0, 1)
         return self.output(merge_heads(mix_values(cache.value, weights))), cache
-
-    def _scores(self, h: Float[Array, "b s d"], context: Context) -> Float[Array, "H s L"]:
-        """Of as many places as the rows have: a prompt has fewer than there is room for."""
-        return self.scores(context)[:, : h.shape[1], : context.segment_ids.shape[1]]
-
-    def _seen(self, context: Context) -> Bool[Array, "b 1 s L"]:
-        return context.shards.part(causal_mask(context.segment_ids), RESOURCE)[:, None]
 
     def _values(self, h: Float[Array, "b s d"]) -> Float[Array, "b s G k"]:
         return split_heads(self.qkv.value(h), self.config.head_dim)

@@ -10,14 +10,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads
+from aamoe_jax.layers import merge_heads
+from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
-from aamoe_jax.mixers.family import Form, head_mix, head_scores, largest_logit, softmax_selected
-from aamoe_jax.mixers.parts import Part, shown_map
+from aamoe_jax.mixers.family import Form, head_scores, largest_logit, softmax_selected
+from aamoe_jax.mixers.parts import shown_map
 from aamoe_jax.shards import RESOURCE
 
 LEAST_MEAN = 0.5
@@ -34,7 +33,7 @@ class TaylorState(NamedTuple):
     square_value: Float[Array, "b G k k"]
 
 
-class ApproximateAttention(Part):
+class ApproximateAttention(WeightedAttention):
     """Weights 1 + q . k / sqrt(k) + q^2 . k^2 / (2 k) with element-wise squares, divided by their sum.
 
     The second order of softmax's exponential without its mixed terms, and one normalisation of all orders together, as
@@ -43,13 +42,6 @@ class ApproximateAttention(Part):
     positions like those of standard attention; of the squares the turn is not of distances alone.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.qkv = QueryKeyValue(config, rngs=rngs)
-        self.output = Projection(
-            config.d_model, config.d_model, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config)
-        )
-        self.config = config
-
     @staticmethod
     def form() -> Form:
         """The instance of the family."""
@@ -57,21 +49,19 @@ class ApproximateAttention(Part):
             "earlier tokens", "q . k / sqrt(k)", "all", "its second-order series over the sum", "x W^V, then W^O"
         )
 
-    def __call__(self, h: Float[Array, "b s d"], context: Context) -> tuple[Float[Array, "b s d"], Statistics]:
-        """The parallel form."""
-        value = context.shards.gather(self._rotated(h, context)[2], RESOURCE)
-        heads = head_mix(self.attention_map(h, context), value)
-        return self.output(merge_heads(heads)), shown_map(self, h, context)
-
-    def attention_map(self, h: Float[Array, "b s d"], context: Context) -> Float[Array, "b H s L"]:
-        """Coefficients that add up to 1 where no sum was too small; some may be negative."""
-        query, key, _ = (x.astype(jnp.float32) for x in self._rotated(h, context))
-        key = context.shards.gather(key, RESOURCE)
+    def _weigh(
+        self, h: Float[Array, "b s d"], context: Context
+    ) -> tuple[Float[Array, "b H s L"], Float[Array, "b L G k"], Statistics]:
+        """The parallel form: coefficients add up to 1 where no sum was too small; some may be negative."""
+        query, key, value = self._rotated(h, context)
+        key, value = (context.shards.gather(x, RESOURCE) for x in (key, value))
+        query, key = query.astype(jnp.float32), key.astype(jnp.float32)
         mask = context.shards.part(causal_mask(context.segment_ids), RESOURCE)[:, None]
         # `head_scores` divides by sqrt(k), and the squares by k.
         second = head_scores(query**2, key**2) * query.shape[-1] ** -0.5 / 2
         weights = jnp.where(mask, 1 + head_scores(query, key) + second, 0)
-        return weights / jnp.maximum(weights.sum(-1, keepdims=True), LEAST_MEAN * mask.sum(-1, keepdims=True))
+        total = jnp.maximum(weights.sum(-1, keepdims=True), LEAST_MEAN * mask.sum(-1, keepdims=True))
+        return weights / total, value, {}
 
     def empty_cache(self, rows: int, length: int) -> TaylorState:
         """The state before any token, whatever there is room for."""
@@ -97,13 +87,6 @@ class ApproximateAttention(Part):
         total = seen + (first @ state.key[..., None] + second @ state.square[..., None])[..., 0]
         heads = (mixed / jnp.maximum(total, LEAST_MEAN * seen)[..., None]).astype(h.dtype)
         return self.output(heads.reshape(h.shape)), state
-
-    def _rotated(
-        self, h: Float[Array, "b s d"], context: Context
-    ) -> tuple[Float[Array, "b s H k"], Float[Array, "b s G k"], Float[Array, "b s G k"]]:
-        query, key, value = self.qkv.grouped(h)
-        turn = context.turns(self.config).heads_here(context.shards)
-        return rotate_heads(query, turn), rotate_heads(key, turn), value
 
 
 def _added(
@@ -172,20 +155,13 @@ def running(single: Tally, segment_ids: Int[Array, "b L"]) -> Tally:
     return jax.lax.associative_scan(join, (single, segment_ids), axis=1)[0]
 
 
-class NonApproximateAttention(Part):
+class NonApproximateAttention(CausalAttention):
     """o_i = sum_{j <= i} e^(s_j) v_j / sum_{j <= i} e^(s_j), s_j = SiLU(q_j) . k_j / sqrt(k): one per head and token.
 
     The weight of a token is its own affair, whoever looks at it: a state of d + 2 H numbers goes from token to token.
     Query and key are of one token, so a rotary turn of both would change nothing, and there is none. The norm of
     queries, where there is one, comes before SiLU, which makes nothing longer: it bounds s_j all the same.
     """
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.qkv = QueryKeyValue(config, rngs=rngs)
-        self.output = Projection(
-            config.d_model, config.d_model, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config)
-        )
-        self.config = config
 
     @staticmethod
     def form() -> Form:
