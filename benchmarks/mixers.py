@@ -1,0 +1,177 @@
+"""Forward and backward pass of every mixer against standard attention, over sequence lengths.
+
+    python -m benchmarks.mixers --output=experiments/results/mixers.json
+    python -m benchmarks.mixers --lengths=64,128 --rounds=2 --mixers=aamoe,moe
+
+At each length all mixers take turns, with a big matrix product as the machine's limit. What the compiler lays out in
+more than half of the machine's memory is not run, and the table says so. Beside time and memory stands what the ledger
+says of the FLOPs. Prints the tables; --output writes the record as JSON, and the tables beside it as markdown.
+"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from absl import app, flags
+from jax.stages import Compiled
+
+from aamoe_jax.config import AAMoEConfig, BudgetConfig, MixerName, ModelConfig
+from aamoe_jax.ledger.compiled import Inputs, Row, Trial
+from aamoe_jax.ledger.exact import exact
+from aamoe_jax.mixers.registry import MIXERS
+from benchmarks import measure
+from benchmarks.report import Column, table
+
+FLAGS = flags.FLAGS
+STANDARD: MixerName = "attention"
+
+
+def define_flags() -> None:
+    """The flags of this program."""
+    flags.DEFINE_list("lengths", ["1024", "4096", "16384"], "L: tokens of the one row, ascending.")
+    flags.DEFINE_integer("rounds", 5, "Timed runs of each mixer at each length.", lower_bound=1)
+    flags.DEFINE_list("mixers", list(MIXERS), f"Which mixers; {STANDARD} is always among them.")
+    flags.DEFINE_integer("width", 256, "d.", lower_bound=1)
+    flags.DEFINE_integer("heads", 4, "H.", lower_bound=1)
+    flags.DEFINE_integer("chunk_size", 64, "m.", lower_bound=1)
+    flags.DEFINE_integer("experts", 64, "E of AA-MoE.", lower_bound=0)
+    flags.DEFINE_float("beta", 4.0, "Mean number of resources per token.")
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations and products.")
+    flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
+
+
+def model_config() -> ModelConfig:
+    """The mixers as the flags describe them, and as configs do by default."""
+    layer = AAMoEConfig(
+        chunk_size=FLAGS.chunk_size,
+        num_experts=FLAGS.experts,
+        max_resources=round(4 * FLAGS.beta),
+        budget=BudgetConfig(beta=FLAGS.beta),
+    )
+    return ModelConfig(d_model=FLAGS.width, num_heads=FLAGS.heads, num_layers=1, dtype=FLAGS.dtype, aamoe=layer)
+
+
+def chosen(wanted: list[str]) -> list[MixerName]:
+    """Those that are wanted in the registry's order, the standard among them."""
+    unknown = sorted(set(wanted) - set(MIXERS))
+    if unknown:
+        raise app.UsageError(f"--mixers: there is no {', '.join(unknown)}; there are {', '.join(MIXERS)}")
+    return [name for name in MIXERS if name in wanted or name == STANDARD]
+
+
+def both_passes(trial: Trial) -> Callable[..., tuple[Any, Any]]:
+    """Parameters, inputs, row, cotangent -> output and gradients."""
+
+    def step(params: Any, inputs: Inputs, row: Row, cotangent: Any) -> tuple[Any, Any]:
+        output, pull_back = trial.vjp(params, inputs, row)
+        return output, pull_back(cotangent)
+
+    return step
+
+
+def compile_step(trial: Trial, length: int) -> Compiled:
+    """The step for one row as one executable."""
+    params, inputs, row = trial.shapes(1, length)
+    return jax.jit(both_passes(trial)).lower(params, inputs, row, inputs.h).compile()
+
+
+def prepared(trial: Trial, compiled: Compiled, length: int) -> Callable[[], Any]:
+    """The step with its arguments; the cotangent is as random as h, and another."""
+    params, inputs, row = trial.arguments(1, length)
+    return functools.partial(compiled, params, inputs, row, inputs.h[:, ::-1])
+
+
+def measure_length(
+    config: ModelConfig, names: list[MixerName], length: int, rounds: int, room: float
+) -> dict[str, Any]:
+    """Time, memory and FLOPs of every mixer at one length.
+
+    Args:
+      room: bytes that a mixer may take; one that takes more is not run, and has no time.
+    """
+    calls, figures = {}, {}
+    for name in names:
+        trial = Trial(name, config)
+        compiled = compile_step(trial, length)
+        size = measure.compiled_bytes(compiled)
+        figures[name] = {"compiled_bytes": size, "flops": 3 * exact(name, config, 1, length).prefill_flops}
+        if size <= room:
+            calls[name] = prepared(trial, compiled, length)
+    times = measure.interleaved(calls | {"product": measure.product(config.dtype)}, rounds)
+    for name in names:
+        milliseconds = [1e3 * time for time in times.get(name, [])]
+        figures[name]["all_milliseconds"] = milliseconds
+        figures[name]["milliseconds"] = statistics.median(milliseconds) if milliseconds else None
+    limit = measure.product_flops() / min(times["product"]) / 1e9
+    return {"length": length, "product_gflops_per_second": limit, "mixers": figures}
+
+
+def report(record: Mapping[str, Any]) -> str:
+    """The whole record as markdown."""
+    machine = record["machine"]
+    sections = [
+        "# Every mixer against standard attention, forward and backward",
+        f"    {record['command']}",
+        f"{machine['device']}, {machine['cores']} cores, JAX {machine['versions']['jax']}; {record['setting']}. "
+        f"Median of {record['rounds']} rounds; in each round every mixer runs once, one after the other.",
+        "Ratios are to standard attention in the same run. FLOPs are the ledger's in closed form, all budgets spent, "
+        "the backward pass as twice the forward; memory is what the compiler has laid out. Mixers are as they are "
+        "initialised: budgets of AA-MoE are alike, half of the experts of `relu_moe` are on, more than it aims "
+        "at; `mixture_of_depths` has causal budgets, under which all tokens are computed. A mixer that takes more than "
+        f"{record['room_bytes'] / 2**30:.1f} GiB was not run.",
+    ]
+    for row in record["rows"]:
+        sections += [f"## L = {row['length']}", length_table(row)]
+    return "\n\n".join(sections) + "\n"
+
+
+def length_table(row: Mapping[str, Any]) -> str:
+    """One line per mixer."""
+    standard = row["mixers"][STANDARD]
+
+    def relative(key: str) -> Callable[[Mapping[str, Any]], str]:
+        return lambda entry: (
+            f"{entry[key] / standard[key]:.2f}" if entry[key] is not None and standard[key] is not None else "-"
+        )
+
+    columns: list[Column] = [
+        ("mixer", lambda entry: entry["name"]),
+        ("ms", lambda entry: "does not fit" if entry["milliseconds"] is None else f"{entry['milliseconds']:.1f}"),
+        ("time", relative("milliseconds")),
+        ("FLOPs", relative("flops")),
+        ("MiB", lambda entry: f"{entry['compiled_bytes'] / 2**20:.0f}"),
+        ("memory", relative("compiled_bytes")),
+    ]
+    return table([{"name": name, **entry} for name, entry in row["mixers"].items()], columns)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
+    config, names, room = model_config(), chosen(FLAGS.mixers), measure.available_bytes() / 2
+    rows = []
+    for length in map(int, FLAGS.lengths):
+        rows.append(measure_length(config, names, length, FLAGS.rounds, room))
+        print(f"L = {length}: done", file=sys.stderr, flush=True)
+    layer = config.aamoe
+    record = {
+        "command": shlex.join(["python", "-m", "benchmarks.mixers", *sys.argv[1:]]),
+        "machine": measure.machine(),
+        "setting": f"d = {config.d_model}, H = {config.num_heads}, m = {layer.chunk_size}, E = {layer.num_experts}, "
+        f"beta = {layer.budget.beta:g}, one row, {config.dtype}",
+        "rounds": FLAGS.rounds,
+        "room_bytes": room,
+        "rows": rows,
+    }
+    measure.publish(record, report(record), FLAGS.output)
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

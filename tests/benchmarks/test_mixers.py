@@ -1,0 +1,73 @@
+"""The benchmark of mixers: it times what trains a mixer, refuses what does not fit, reports what it measures."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from absl import app
+
+from aamoe_jax.config import AAMoEConfig, ModelConfig
+from aamoe_jax.ledger.compiled import Trial
+from aamoe_jax.ledger.exact import exact
+from benchmarks import mixers
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ModelConfig(d_model=16, num_heads=2, num_layers=1, aamoe=AAMoEConfig(chunk_size=16, num_experts=4))
+
+
+def test_the_step_is_the_output_and_its_gradients():
+    """Along a random direction of parameters and inputs, by differences."""
+    trial = Trial("static_qk", CONFIG)
+    params, inputs, row = trial.arguments(1, 32)
+    cotangent = inputs.h[:, ::-1]
+    output, gradients = jax.jit(mixers.both_passes(trial))(params, inputs, row, cotangent)
+    forward = jax.jit(lambda params, inputs: (trial.forward(params, inputs, row)[0] * cotangent).sum())
+    leaves, structure = jax.tree.flatten((params, inputs))
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    steps = [jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    ends = [
+        jax.tree.unflatten(structure, [x + sign * 1e-3 * y for x, y in zip(leaves, steps, strict=True)])
+        for sign in (1, -1)
+    ]
+    difference = (forward(*ends[0]) - forward(*ends[1])) / 2e-3
+    slope = sum((x * y).sum() for x, y in zip(jax.tree.leaves(gradients), steps, strict=True))
+    np.testing.assert_allclose(slope, difference, rtol=2e-2)
+    assert output.shape == inputs.h.shape
+
+
+def test_what_does_not_fit_is_not_run():
+    names = ["attention", "feed_forward"]
+    row = mixers.measure_length(CONFIG, names, 64, rounds=1, room=0.0)
+    for name in names:
+        assert row["mixers"][name]["milliseconds"] is None
+        assert row["mixers"][name]["compiled_bytes"] > 0
+    lines = mixers.length_table(row).splitlines()
+    cells = [cell.strip() for cell in lines[3].split("|")[1:-1]]
+    flops = exact("feed_forward", CONFIG, 1, 64).prefill_flops / exact("attention", CONFIG, 1, 64).prefill_flops
+    assert cells[:4] == ["feed_forward", "does not fit", "-", f"{flops:.2f}"]
+
+
+def test_the_program_measures_and_writes(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.mixers", "--lengths=32,64", "--rounds=1", "--mixers=moe,random_qk"]
+    command += ["--width=16", "--heads=2", "--chunk_size=16", "--experts=4", f"--output={tmp_path / 'x.json'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "x.json").read_text())
+    assert done.stdout == (tmp_path / "x.md").read_text() == mixers.report(record)
+    assert [row["length"] for row in record["rows"]] == [32, 64]
+    for row in record["rows"]:
+        assert list(row["mixers"]) == ["attention", "random_qk", "moe"]
+        for name, figures in row["mixers"].items():
+            assert figures["milliseconds"] > 0
+            config = ModelConfig(d_model=16, num_heads=2, num_layers=1, aamoe=CONFIG.aamoe)
+            assert figures["flops"] == pytest.approx(3 * exact(name, config, 1, row["length"]).prefill_flops)
+
+
+def test_the_standard_is_among_those_chosen_and_unknown_ones_are_refused():
+    assert mixers.chosen(["moe", "aamoe"]) == ["aamoe", "attention", "moe"]
+    with pytest.raises(app.UsageError, match="there is no none"):
+        mixers.chosen(["none"])
