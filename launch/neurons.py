@@ -22,6 +22,7 @@ from aamoe_jax.analysis import neurons, thinning
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.data import evaluation_batches, load_tokenizer
 from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
+from aamoe_jax.training.metrics import read_metrics
 from launch import program
 
 FLAGS = flags.FLAGS
@@ -77,6 +78,13 @@ def networks(checkpoint: Checkpoint) -> list[dict[str, Any]]:
             text = [[tokenizer.decode(np.array([token])).decode("utf-8", "replace") for token in row] for row in likely]
             records.append(found | {"likely": text})
     return records
+
+
+def active(model: ModelConfig) -> dict[str, list[float]]:
+    """Neurons of a head that every AA-MoE layer evaluated for a token, when the run last told; {} if it never did."""
+    folder = program.run_folder(FLAGS.checkpoint)
+    told = [record["layers"] for record in read_metrics(folder) if "spent" in record.get("layers", {})]
+    return neurons.active_neurons(told[-1], model) if told else {}
 
 
 def sizes(model: ModelConfig) -> dict[str, Any]:
@@ -136,10 +144,13 @@ def main(argv: list[str]) -> None:
     else:
         about = sizes(checkpoint.config.model)
         record = {"step": checkpoint.step, "sizes": about, "networks": networks(checkpoint)}
+        record["active"] = active(checkpoint.config.model)
         print(table_of_networks(record["networks"]))
         print(f"{about['learned']} learned neurons; every token adds {about['per_token']} to the heads")
         if "crossover" in about:
             print(f"heads have more neurons than were learned after {about['crossover']} tokens")
+        for kind, counts in record["active"].items():
+            print(f"neurons of a head that a token met, {kind}: " + ", ".join(f"{count:.1f}" for count in counts))
     output = Path(FLAGS.output) if FLAGS.output else program.run_folder(FLAGS.checkpoint) / "neurons.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -23,7 +23,6 @@ from jaxtyping import Float, Int
 
 from aamoe_jax.config import MixerName, ModelConfig
 from aamoe_jax.cost import parameter_count
-from aamoe_jax.mixers.base import Statistics
 from aamoe_jax.mixers.registry import build_mixer
 
 Params = Mapping[str, Any]
@@ -314,15 +313,14 @@ def crossover(config: ModelConfig, messages: Literal["all", "distinct"] = "all")
     return -(-static_neurons(config) // per_token)
 
 
-def active_neurons(statistics: Statistics, config: ModelConfig) -> dict[str, list[float]]:
+def active_neurons(figures: Mapping[str, Sequence[float]], config: ModelConfig) -> dict[str, list[float]]:
     """Neurons of every head that AA-MoE layers evaluate for a token, on average: m for each resource given (PM-08).
 
     Args:
-      statistics: as the model returns them: sums over tokens, with a leading axis over the AA-MoE layers.
+      figures: per AA-MoE layer, as `Evaluation.statistics` and `layers` of metrics.jsonl have them.
     """
-    tokens, m = np.maximum(np.asarray(statistics["tokens"]), 1), config.aamoe.chunk_size
-    kinds = ("local", "context", "expert")
-    return {kind: (m * np.asarray(statistics[f"pairs_{kind}"]) / tokens).tolist() for kind in kinds}
+    spent, m = np.asarray(figures["spent"]), config.aamoe.chunk_size
+    return {kind: (m * spent * figures[f"pairs_{kind}"]).tolist() for kind in ("local", "context", "expert")}
 
 
 def likely_tokens(

@@ -225,10 +225,11 @@ class TestPM08:
             neurons.crossover(dataclasses.replace(CONFIG, pattern=("feed_forward",)))
 
     def test_active_neurons_of_a_layer_are_m_times_its_pairs(self):
-        config = model_config(num_layers=1)
-        statistics = {"tokens": [10.0], "pairs_local": [10.0], "pairs_context": [5.0], "pairs_expert": [20.0]}
-        statistics = {name: np.array(value) for name, value in statistics.items()}
-        assert neurons.active_neurons(statistics, config) == {"local": [M], "context": [M / 2], "expert": [2 * M]}
+        """Of 3.5 resources per token one is local, half a one a chunk, two are experts."""
+        figures = {"spent": [3.5], "pairs_local": [2 / 7], "pairs_context": [1 / 7], "pairs_expert": [4 / 7]}
+        found = neurons.active_neurons(figures, model_config(num_layers=1))
+        for kind, wanted in {"local": M, "context": M / 2, "expert": 2 * M}.items():
+            assert found[kind] == [pytest.approx(wanted)]
 
 
 def test_pm_09_grouped_heads_are_heads_with_tied_weights():

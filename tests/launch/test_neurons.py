@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from aamoe_jax.training.metrics import FILE
 from tests.launch import session
 from tests.launch.helpers import save_run
 from tests.training.helpers import experiment, model_config, tiny_data
@@ -17,6 +18,9 @@ def called(tmp_path_factory):
     data = tiny_data(folder / "data")
     save_run(folder / "dense", experiment(data, model_config("attention+feed_forward", num_kv_heads=1)))
     save_run(folder / "experts", experiment(data, model_config("aamoe", num_layers=1)))
+    layers = {"spent": [3.0], "pairs_local": [0.5], "pairs_context": [0.25], "pairs_expert": [0.25]}
+    line = json.dumps({"kind": "train", "step": 8, "layers": layers})
+    (folder / "experts" / FILE).write_text(line + "\n")
     calls = {
         "networks": ("dense",),
         "experts": ("experts", "--messages=1"),
@@ -52,6 +56,9 @@ def test_networks_of_every_layer_are_told(called):
     assert "heads have more neurons than were learned after 16 tokens" in outcomes["networks"].stdout
     (heads, experts) = written["experts"]["networks"]
     assert (experts["network"], experts["side_by_side"], experts["neurons"]) == ("experts", 2, 32)
+    assert written["experts"]["active"] == {"local": [12.0], "context": [6.0], "expert": [6.0]}
+    assert "that a token met, local: 12.0\n" in outcomes["experts"].stdout
+    assert written["networks"]["active"] == {}
 
 
 def test_pm_10_what_a_filter_keeps_and_costs(called):

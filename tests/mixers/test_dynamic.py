@@ -263,3 +263,21 @@ def with_centroids(part: ClusteredAttention, centroids: jax.Array) -> ClusteredA
     graphdef, state = nnx.split(part)
     params = nnx.to_pure_dict(state) | {"centroids": centroids}
     return nnx.merge(graphdef, nnx.State(params))
+
+
+def test_pm_15_each_closing_question_has_a_mixer_that_answers_it():
+    """A message per head per token? Compare to each token? Gate instead of normalise?"""
+    h, context = inputs(2, LENGTH), context_of(config_of(), 2, LENGTH, segment_ids=SEGMENTS)
+
+    def map_of(part_type, **attention) -> np.ndarray:
+        return np.asarray(part_type(config_of(**attention), rngs=nnx.Rngs(0)).attention_map(h, context))[0]
+
+    messages = map_of(FilteredAttention, filter="message_norm", filter_threshold=1.0)
+    in_a_head = messages.any(1)  # [head, token]: whether anyone saw the token
+    assert (in_a_head.any(0) & ~in_a_head.all(0)).any()
+    compared = map_of(ClusteredAttention, clusters=6, clusters_kept=1) > 0
+    assert compared.sum() < 0.5 * 4 * LENGTH * (LENGTH + 1) / 2
+    assert (compared.any(0) & ~compared.all(0)).any()
+    gated = map_of(GatedAttention)
+    assert (gated < 0).any()
+    assert np.abs(gated.sum(-1) - 1).max() > 0.1
