@@ -75,7 +75,10 @@ def networks(checkpoint: Checkpoint) -> list[dict[str, Any]]:
             found = {"layer": layer, "mixer": name, "network": label}
             found |= {"side_by_side": len(network.M), "neurons": network.M.shape[1]}
             found |= {field: [getattr(rank, field) for rank in ranks[label]] for field in neurons.Rank._fields}
-            text = [[tokenizer.decode(np.array([token])).decode("utf-8", "replace") for token in row] for row in likely]
+            text = [
+                [tokenizer.decode(np.array([token])).decode("utf-8", "backslashreplace") for token in row]
+                for row in likely
+            ]
             records.append(found | {"likely": text})
     return records
 

@@ -252,7 +252,7 @@ class Rank(NamedTuple):
     """Of the messages of one network."""
 
     largest: int
-    """What the shape allows: d_h in a head, whatever the number of tokens."""
+    """What the shape allows: d_h where W^O of a head makes the messages, however many there are."""
     numerical: int
     """Singular values above 1e-6 of the largest."""
     stable: float
@@ -271,13 +271,14 @@ def ranks(name: MixerName, mixer: Params, config: ModelConfig) -> dict[str, list
             spectra = [_product_spectrum(*pair) for pair in zip(heads.W_V, heads.W_O, strict=True)]
         else:
             spectra = [np.linalg.svd(messages, compute_uv=False) for messages in neurons.M]
-        found[label] = [_rank(spectrum) for spectrum in spectra]
+        most = config.d_model if neurons.activation in ("relu", "swiglu") else config.head_dim
+        found[label] = [_rank(spectrum, most) for spectrum in spectra]
     return found
 
 
-def _rank(spectrum: Float[np.ndarray, "k"]) -> Rank:
+def _rank(spectrum: Float[np.ndarray, "k"], most: int) -> Rank:
     top = max(spectrum[0], np.finfo(np.float64).tiny)
-    return Rank(len(spectrum), int((spectrum > 1e-6 * top).sum()), float(np.square(spectrum / top).sum()))
+    return Rank(min(len(spectrum), most), int((spectrum > 1e-6 * top).sum()), float(np.square(spectrum / top).sum()))
 
 
 def _product_spectrum(left: Float[np.ndarray, "d k"], right: Float[np.ndarray, "k e"]) -> Float[np.ndarray, "k"]:

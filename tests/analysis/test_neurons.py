@@ -264,6 +264,10 @@ class TestPM14:
             spectrum = np.linalg.svd(product, compute_uv=False)
             assert rank.stable == pytest.approx(np.square(spectrum).sum() / spectrum[0] ** 2)
 
+    def test_so_does_what_a_head_reads_from_its_memory(self):
+        found = neurons.ranks("all_attention", mixer_of("all_attention"), CONFIG)
+        assert [(rank.largest, rank.numerical) for rank in found["memory"]] == [(4, 4)] * 4
+
     def test_directions_that_are_not_there_do_not_count(self):
         mixer = mixer_of("attention")
         value = mixer["parts"]["attention"]["qkv"]["value"]
