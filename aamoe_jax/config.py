@@ -72,7 +72,7 @@ class BudgetConfig:
     """How a token's share of the budget is computed (eq 8; decisions 11, 16, 21-23)."""
 
     beta: float | tuple[float, ...] = 4.0
-    """Mean number of resources per token: B = beta * L. A tuple gives one value per layer."""
+    """Mean number of resources per token: B = beta * L (AA-12). A tuple gives one value per layer (AA-30)."""
     normalizer: BudgetNormalizer = "prefix"
     """`row`: the paper's softmax over the whole row, which sees the future. `prefix`: over the tokens so far
     (causal)."""

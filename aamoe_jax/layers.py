@@ -97,7 +97,7 @@ def rotate_heads(x: Float[Array, "*batch H k"], turn: Rotation) -> Float[Array, 
 class QueryKeyValue(nnx.Module):
     """The projections W^Q, W^K, W^V, with RMS norms on query and key heads when the config asks (`qk_norm`).
 
-    With fewer heads of keys and values than of queries, groups of heads have theirs in common (PM-09).
+    With fewer heads of keys and values than of queries, groups of heads have theirs in common (PM-09, DEC-21).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):

@@ -1,4 +1,4 @@
-"""The language model: embed -> blocks -> norm -> logits. A stack is a repeated pattern of mixers.
+"""The language model (AA-31): embed -> blocks -> norm -> logits. A stack is a repeated pattern of mixers.
 
 Shapes: b rows, L tokens per row, d width, V vocabulary.
 """

@@ -154,7 +154,7 @@ def one_after_the_other(
 
 def log_affordability(budget: Float[Array, "..."], cost: Num[Array, "..."]) -> Float[Array, "..."]:
     """log P(i can afford its k-th item) = log sigma(B_i - cost), what its first k items cost together: k, where every
-    item has price 1 (eq 11)."""
+    item has price 1 (eq 11; AA-18, AA-19)."""
     return jax.nn.log_sigmoid(budget - cost)
 
 
@@ -164,7 +164,7 @@ def top_resources(
     slots: int,
     count: Int[Array, "b L"] | None = None,
 ) -> tuple[Float[Array, "b L K"], Int[Array, "b L K"]]:
-    """Scores and indices of the best available resources, best first, ties to the lower index (decision 14).
+    """Scores and indices of the best available resources, best first, ties to the lower index (AA-14, decision 14).
 
     Unavailable resources come last, with score -inf. Given how many every token will read, no more need be ranked:
     slots past `count` hold index 0 and score -inf.
@@ -192,7 +192,7 @@ def allocate(
     bought: Purchase,
     scale: BiasScale = "unnormalized",
 ) -> Allocation:
-    """What was bought of the ranked resources, with log P = log sigma(B_i - k) + r (eq 15).
+    """What was bought of the ranked resources, with log P = log sigma(B_i - k) + r (eq 14-15; AA-20, AA-21).
 
     `normalized` subtracts the partition, which the ranking must then have.
     """

@@ -1,4 +1,4 @@
-"""How many resources each token may spend (section 2.2; decisions 01, 11, 16, 21-23).
+"""How many resources each token may spend (section 2.2; AA-11; decisions 01, 11, 16, 21-23).
 
 The real-valued budget of a token is its share of B = beta * L. The number of resources that it gets is the floor; the
 real value goes into the affordability of eq 11 and carries the gradient.
@@ -22,8 +22,8 @@ CAPPED = ("prefix", "predictor")
 def row_budgets(
     importance: Float[Array, "b L"], real: Bool[Array, "b L"], beta: Float[Array, ""] | float
 ) -> Float[Array, "b L"]:
-    """The paper's budgets, beta * L_real * softmax(importance) over the whole row: they see the future. Padding gets
-    0."""
+    """The paper's budgets, beta * L_real * softmax(importance) over the whole row: they see the future (AA-28).
+    Padding gets 0."""
     # A large negative number rather than -inf keeps a row of padding alone free of NaN.
     share = jax.nn.softmax(jnp.where(real, importance, -1e30), axis=-1)
     total = beta * real.sum(axis=-1, keepdims=True)
@@ -116,8 +116,8 @@ def cap_spending(
 
 
 class BudgetPredictor(nnx.Module):
-    """A causal guess of row budgets from the token alone (decision 22): beta * softplus(MLP(h)) / log 2, which starts
-    at beta."""
+    """A causal guess of row budgets from the token alone (AA-29, decision 22): beta * softplus(MLP(h)) / log 2,
+    which starts at beta."""
 
     def __init__(self, width: int, config: BudgetConfig, *, rngs: nnx.Rngs):
         hidden = config.predictor_width

@@ -1,4 +1,4 @@
-"""The AA-MoE layer, top to bottom: resources -> scores -> budget -> allocation -> attention (section 2.2).
+"""The AA-MoE layer, top to bottom: resources -> scores -> budget -> allocation -> attention (section 2.2; AA-01).
 
 Shapes: b rows, L tokens per row (padded to whole chunks), m tokens per chunk, l chunks per row, E experts, A = l + E
 resources to choose from, K slots per token, T = b L, d width, H heads, k = d / H. Over a mesh (`shards.py`): n of the L
@@ -44,7 +44,7 @@ from pallas_kernels.block_sparse_attention import (
 
 
 class AAMoELayer(nnx.Module):
-    """Every token attends to the B_i resources that its budget affords, chunks of context and experts alike.
+    """Every token attends to the B_i resources that its budget affords, chunks and experts alike, in one call (AA-41).
 
     Parameters: W^Q, W^K, W^V, W^O; the router's W_c and expert embeddings e_l; w_B; expert keys and values [E, m, d],
     which bypass W^K, W^V and the rotary positions (decisions 08-10).
@@ -58,7 +58,7 @@ class AAMoELayer(nnx.Module):
         self.output = Projection(width, width, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config))
         self.router = Router(config, rngs=rngs)
         self.importance = nnx.Param(jnp.zeros(width), axes=(None,))
-        # Standard deviation 1 is that of W^K h and W^V h (decision 29).
+        # Experts (AA-08). Standard deviation 1 is that of W^K h and W^V h (decision 29).
         axes = ("resources", "storage", "heads")
         self.expert_keys = nnx.Param(jax.random.normal(rngs.params(), shape), axes=axes)
         self.expert_values = nnx.Param(jax.random.normal(rngs.params(), shape), axes=axes)
@@ -68,7 +68,7 @@ class AAMoELayer(nnx.Module):
             self.null_logit = nnx.Param(jnp.zeros(config.num_heads), axes=("heads",))
 
     def __call__(self, h: Float[Array, "b n d"], context: Context) -> tuple[Float[Array, "b n d"], Statistics]:
-        """The layer's output, 0 for tokens without budget, and its statistics."""
+        """The layer's output, 0 for tokens without budget (AA-26), and its statistics."""
         length = h.shape[1]
         h, context = self._prepare(h, context)
         together = context.shards.gather(h, TENSOR)
@@ -222,7 +222,7 @@ class AAMoELayer(nnx.Module):
         shards = context.shards
         query, key, value = self.qkv(together)
         key = rotate_heads(key, context.turns(self.config).heads_here(shards))
-        # Eq 9: chunk keys are projected, then rotated; expert rows are neither.
+        # Eq 9 (AA-16): chunk keys are projected, then rotated; expert rows are neither.
         expert_key, expert_value = (
             split_heads(x[...].astype(together.dtype), self.config.head_dim)
             for x in (self.expert_keys, self.expert_values)
@@ -244,7 +244,7 @@ class AAMoELayer(nnx.Module):
         given: Given,
         context: Context,
     ) -> tuple[Softmax, Float[Array, "b L K"], int]:
-        """All resources are here: one call, the window in it."""
+        """All resources are here: one call, the window in it (AA-17)."""
         rows, length = context.segment_ids.shape
         keys, values = (resources.representation_tensor(x, y) for x, y in zip(chunks, experts, strict=True))
         window, routed = self._window_apart(given)
@@ -323,7 +323,7 @@ class AAMoELayer(nnx.Module):
         return own - 1 if self.config.aamoe.local == "window" else own
 
     def _bias(self, allocation: Allocation) -> Float[Array, "b L K"]:
-        """What is added to the attention scores (eq 15-16)."""
+        """What is added to the attention scores (eq 15-16, AA-21)."""
         unbiased = self.config.aamoe.bias == "none"
         return jnp.zeros_like(allocation.log_prob) if unbiased else allocation.log_prob
 

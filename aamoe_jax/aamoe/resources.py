@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def representation_tensor(context: Float[Array, "b L *d"], experts: Float[Array, "E m *d"]) -> Float[Array, "R m *d"]:
-    """X of eq 6: the l chunks of every row, row after row, then the E experts.
+    """X of eq 6 (AA-13): the l chunks of every row, row after row, then the E experts.
 
     All rows share one table, so the experts are never copied per row. Eq 9 applies W^K (W^V) to the chunk rows alone;
     `context` is therefore given projected, and experts enter verbatim.
@@ -27,7 +27,8 @@ def chunk_ends(x: Array, chunk_size: int) -> Array:
 def available_chunks(
     chunk: Int[Array, "b n"], segment: Int[Array, "b n"], chunk_segment: Int[Array, "b l"]
 ) -> Bool[Array, "b n l"]:
-    """Whether chunk j may be chosen by token i: completed before the token's own chunk began, and of its document.
+    """Whether chunk j may be chosen by token i: completed before the token's own chunk began, and of its document
+    (AA-07, AA-15).
 
     Args:
       chunk, segment: the tokens' own chunks and documents.

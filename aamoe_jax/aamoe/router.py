@@ -1,4 +1,4 @@
-"""Router scores r_ij of every resource for every token (eq 4; decisions 04-06).
+"""Router scores r_ij of every resource for every token (eq 4; AA-09, AA-10; decisions 04-06).
 
 Shapes: b rows, n tokens of each, l chunks per row, E experts, d width. Everything here is float32 (decision 38).
 """

@@ -1,4 +1,4 @@
-"""What a layer spent, and on what: sums that add up over micro-batches, and the figures made of them.
+"""What a layer spent, and on what (AA-25): sums that add up over micro-batches, and the figures made of them.
 
 Every value is a sum over the real tokens of a batch (`max_budget`: the largest), so that statistics of several
 micro-batches combine exactly. In a model each has a leading axis over the AA-MoE layers.

@@ -1,4 +1,4 @@
-"""Real text that a fresh machine can have, cut into train, validation and test by document.
+"""Real text that a fresh machine can have, cut into train, validation and test by document (AA-36).
 
 All of it is small (3 to 12 MB a domain): enough to see a loss fall and to compare architectures of a few million
 parameters, and no reproduction of anybody's numbers on large corpora.

@@ -1,4 +1,4 @@
-"""The All-Attention layer (eq 2-3): persistent key/value vectors beside those of the context, under one softmax."""
+"""The All-Attention layer (eq 2-3, AA-06): persistent key/value vectors beside those of the context, one softmax."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _KEPT = {
 
 
 class CausalAttention(Part):
-    """softmax(q K^T / sqrt(k)) V over the token's own document, and W^O over all heads."""
+    """softmax(q K^T / sqrt(k)) V over the token's own document, and W^O over all heads (AA-03, AA-04, DEC-02)."""
 
     def __init__(self, config: ModelConfig, selector: Selector = "all", *, rngs: nnx.Rngs):
         self.qkv = QueryKeyValue(config, rngs=rngs)

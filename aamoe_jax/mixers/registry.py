@@ -22,7 +22,7 @@ from aamoe_jax.mixers.parts import Part, SideBySide
 from aamoe_jax.mixers.recurrent import ApproximateAttention, NonApproximateAttention
 
 PARTS: Mapping[MixerName, Mapping[str, Callable[..., Part]]] = {
-    # The parallel transformer layer (eq 1).
+    # The parallel transformer layer (eq 1, AA-05).
     "parallel": {"attention": CausalAttention, "feed_forward": FeedForward},
     "all_attention": {"attention": AllAttention},
     "attention": {"attention": CausalAttention},
