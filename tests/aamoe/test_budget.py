@@ -28,6 +28,14 @@ from tests.aamoe.helpers import M, model_config
 from tests.evaluation.helpers import random_params
 
 
+def test_aa_27_one_token_can_take_the_whole_budget():
+    """B_i = B for one token of the row, and nothing for the others."""
+    importance, beta, length = jnp.zeros((1, 64)).at[0, 17].set(100.0), 3.0, 64
+    given = floor_row_budgets(row_budgets(importance, jnp.ones((1, length), bool), beta))
+    assert given[0, 17] == beta * length
+    assert given.sum() == beta * length
+
+
 @pytest.mark.parametrize("length", [1000, 1536])
 @pytest.mark.parametrize("beta", [1.0, 3.0, 4.0])
 def test_uniform_importance_gives_every_token_beta(length, beta):

@@ -253,6 +253,7 @@ def test_fast_path_equals_reference_in_the_layer(local, normalizer):
 
 
 def test_statistics_count_what_was_given():
+    """And what K_max cut (AA-27)."""
     config = model_config(normalizer="row", max_resources=4)
     layer = layer_of(config)
     context = dataclasses.replace(context_of(config, 2, 4 * M), detail="tokens")

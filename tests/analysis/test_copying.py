@@ -1,4 +1,5 @@
-"""Copied tokens are those that a comparison of all pairs finds; differences and their errors are the textbook's."""
+"""Copied tokens are those that a comparison of all pairs finds; differences and their errors are the textbook's
+(AA-38)."""
 
 from __future__ import annotations
 

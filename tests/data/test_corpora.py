@@ -1,3 +1,5 @@
+"""Code, books and papers, split by document (AA-36)."""
+
 import gzip
 import struct
 import sysconfig

@@ -75,6 +75,7 @@ def float64(tree):
 @pytest.mark.parametrize("config", [CONFIG, GROUPED], ids=["plain", "grouped"])
 @pytest.mark.parametrize("name", sorted(ORACLES))
 def test_it_is_its_definition(name, config):
+    """Attention and All-Attention (AA-06, UNI-02), static selections (UNI-08), and all others."""
     if name == "all_attention" and config is GROUPED:
         config = CONFIG  # its memory has all heads
     apply, params, h = case(name, config)
