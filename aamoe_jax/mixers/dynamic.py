@@ -185,7 +185,8 @@ class FilteredAttention(WeightedAttention):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         if config.attention.filter == "learned":
-            self.filter = Projection(config.d_model, config.kv_heads, axes=("storage", "heads"), rngs=rngs, gain=0.0)
+            axes = ("storage_float32", "heads")
+            self.filter = Projection(config.d_model, config.kv_heads, axes=axes, rngs=rngs, gain=0.0)
             self.filter_bias = nnx.Param(jnp.full(config.kv_heads, KEPT_AT_START), axes=("heads",))
 
     @staticmethod
@@ -250,10 +251,12 @@ class FilteredAttention(WeightedAttention):
         """|x W^M_i| over |W^M_i|, W^M_i = W^V_i W^O_i: about 1 for random x of mean square 1. Of a group of heads, the
         norm of all their messages together."""
         count, size = value.shape[2:]
-        value_map = split_heads(self.qkv.value.kernel[...], size)
-        output = self.output.kernel[...].reshape(count, -1, size, self.config.d_model)
+        # As they are multiplied elsewhere, whatever the type in which a mesh hands them out.
+        kernels = (part.kernel[...].astype(value.dtype) for part in (self.qkv.value, self.output))
+        value, value_map, output = (x.astype(jnp.float32) for x in (value, *kernels))
+        value_map, output = split_heads(value_map, size), output.reshape(count, -1, size, self.config.d_model)
         gram = jnp.einsum("grkd,grld->gkl", output, output)
-        square = jnp.einsum("blgk,gkm,blgm->blg", *(value.astype(jnp.float32), gram, value.astype(jnp.float32)))
+        square = jnp.einsum("blgk,gkm,blgm->blg", value, gram, value)
         usual = jnp.einsum("dgk,gkm,dgm->g", value_map, gram, value_map)
         return jax.lax.stop_gradient(jnp.sqrt(square / usual))
 
