@@ -14,14 +14,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import signal
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import matplotlib as mpl
 import numpy as np
 from absl import app, flags, logging
@@ -30,15 +28,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from aamoe_jax.analysis.pictures import BLUE, STYLE, VERMILION
-from aamoe_jax.config import ConfigError, ExperimentConfig, Local, to_dict
-from aamoe_jax.data import dataset_metadata, ensure_prepared, evaluation_batches, load_tokenizer
-from aamoe_jax.evaluation.perplexity import causal_budget, evaluate
-from aamoe_jax.model import structure
-from aamoe_jax.training.checkpoints import load_checkpoint
-from aamoe_jax.training.loop import DivergedError, train
-from aamoe_jax.training.metrics import read_metrics
-from aamoe_jax.training.resume import FREE_FIELDS, changed_fields
-from experiments.binding import load_experiment, operative_gin
+from aamoe_jax.config import ConfigError, ExperimentConfig, Local
+from aamoe_jax.data import ensure_prepared
+from aamoe_jax.evaluation.perplexity import Evaluation
+from aamoe_jax.training.loop import DivergedError
+from experiments.binding import load_experiment
+from experiments.runs import Result, StoppedError, require_one_dataset, run
 
 FLAGS = flags.FLAGS
 MODES: tuple[Local, ...] = ("window", "chunk", "routed", "none")
@@ -49,16 +44,6 @@ MEANINGS = {
     "routed": "the own chunk competes like any other",
     "none": "nothing of the own chunk: the paper's example",
 }
-
-Result = dict[str, Any]
-
-
-class StoppedError(RuntimeError):
-    """A run was stopped by a signal. Its state is saved."""
-
-    def __init__(self, signal_number: signal.Signals):
-        super().__init__(f"stopped by {signal_number.name}, saved; the same command goes on from there")
-        self.exit_code = 128 + signal_number
 
 
 def define_flags() -> None:
@@ -92,84 +77,26 @@ def compare(
       ConfigError: a run in `work_dir` is of another experiment.
       StoppedError: a signal stopped a run.
     """
-    if len(config.data.mixture) != 1:
-        raise ConfigError(f"DataConfig.mixture = {config.data.mixture!r}: must be one dataset, the one to evaluate on")
+    require_one_dataset(config)
     results = {}
     # Seed after seed, so that a comparison of all readings exists as early as it can.
     for seed in seeds:
         for mode in modes:
             print(f"== local = {mode!r}, seed {seed}", flush=True)
-            results[mode, seed] = run(experiment(config, mode, seed), work_dir / f"{mode}-{seed}", eval_batches)
+            one = experiment(config, mode, seed)
+            results[mode, seed] = run(one, work_dir / f"{mode}-{seed}", eval_batches, more=about_positions)
     return [results[mode, seed] for mode in modes for seed in seeds]
 
 
-def run(config: ExperimentConfig, run_dir: Path, eval_batches: int) -> Result:
-    """Trains and evaluates, or reads what an earlier call has left."""
-    path = run_dir / "result.json"
-    if path.exists():
-        result = json.loads(path.read_text())
-        refuse_other_result(result, config, eval_batches, path)
-        return result
-    run_dir.mkdir(parents=True, exist_ok=True)
-    ended = train(config, run_dir, notes={"config.gin": operative_gin(config)})
-    if ended.interrupted is not None:
-        raise StoppedError(ended.interrupted)
-    result = measure(run_dir, config, eval_batches)
-    incomplete = path.with_suffix(".incomplete")
-    incomplete.write_text(json.dumps(result, indent=1) + "\n")
-    incomplete.replace(path)
-    return json.loads(path.read_text())  # as a later call will read it: without tuples
-
-
-def refuse_other_result(result: Result, config: ExperimentConfig, eval_batches: int, path: Path) -> None:
-    """Raises a ConfigError unless the result is of this experiment."""
-    changed = {
-        name: values
-        for name, values in changed_fields(result["config"], to_dict(config), ExperimentConfig).items()
-        if name not in FREE_FIELDS
-    }
-    if result["eval_batches"] != eval_batches:
-        changed["--eval_batches"] = (result["eval_batches"], eval_batches)
-    ((dataset, _),) = config.data.mixture
-    digest = dataset_metadata(config.data, dataset)["corpus_digest"]
-    if result["corpus_digest"] != digest:
-        changed[f"corpus_digest of {dataset}"] = (result["corpus_digest"], digest)
-    if changed:
-        what = ", ".join(f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items())
-        raise ConfigError(f"{path} is of another experiment ({what}): take another --work_dir, or the old values")
-
-
-def measure(run_dir: Path, config: ExperimentConfig, eval_batches: int) -> Result:
-    """The result of a finished run: its newest checkpoint on the test split, under causal budgets."""
-    checkpoint = load_checkpoint(run_dir)
-    ((dataset, _),) = config.data.mixture
-    rows = config.training.batch_size // config.training.accumulate
-    source = evaluation_batches(config.data, dataset, split="test", batch_size=rows)
-    batches = [source[index] for index in range(min(eval_batches or len(source), len(source)))]
-    byte_lengths = load_tokenizer(config.data.tokenizer).byte_lengths
-    model = config.model
-    evaluation = evaluate(
-        structure(model), checkpoint.params, model, batches, byte_lengths, budget=causal_budget(model)
-    )
-    counts = sum(batch["loss_mask"].sum(0) for batch in batches)
-    folded = fold(evaluation.nll_by_position, counts, model.aamoe.chunk_size)
-    speeds = [record["tokens_per_second"] for record in read_metrics(run_dir) if record["kind"] == "train"]
+def about_positions(config: ExperimentConfig, evaluation: Evaluation, counts: Int[np.ndarray, "L"]) -> Result:
+    """What this comparison asks of a finished run beside what every one does."""
+    layer = config.model.aamoe
+    folded = fold(evaluation.nll_by_position, counts, layer.chunk_size)
     return {
-        "mode": model.aamoe.local,
-        "seed": config.training.seed,
-        "steps": checkpoint.step,
-        "bits_per_byte": evaluation.bits_per_byte,
-        "nats_per_token": evaluation.nats_per_token,
+        "mode": layer.local,
         "nll_by_position_in_chunk": folded.tolist(),
         "first_position_excess": float(folded[0]) - evaluation.nats_per_token,
         "utilisation": statistics.mean(evaluation.statistics["utilisation"]),
-        "tokens_per_second": statistics.median(speeds),
-        "evaluation": evaluation.to_dict(),
-        "eval_batches": eval_batches,
-        "corpus_digest": checkpoint.metadata["datasets"][dataset]["corpus_digest"],
-        "versions": checkpoint.metadata["versions"],
-        "device": jax.devices()[0].device_kind,
-        "config": to_dict(config),
     }
 
 

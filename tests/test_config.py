@@ -66,7 +66,7 @@ class TestRefusals:
             (ModelConfig, {"d_model": 12}, "d_model", "must be even"),
             (ModelConfig, {"pattern": ()}, "pattern", "must name at least one mixer"),
             (ModelConfig, {"pattern": ("dense",)}, "pattern", "'dense' is no mixer; there are aamoe, "),
-            (ModelConfig, {"pattern": ("aamoe",) * 3}, "num_layers", "must be a multiple of the pattern's length, 3"),
+            (ModelConfig, {"pattern": ("aamoe",) * 3}, "pattern", "comes to 3 layers, which do not divide num_layers"),
             (ModelConfig, {"d_ff": 0}, "d_ff", "must be at least 1, or None for 4 * d_model"),
             (ModelConfig, {"norm": "batch"}, "norm", "must be one of 'rms', 'layer'"),
             (ModelConfig, {"dtype": "float16"}, "dtype", "must be one of 'float32', 'bfloat16'"),

@@ -16,9 +16,10 @@ from aamoe_jax.config import (
     ExperimentConfig,
     ModelConfig,
     TrainingConfig,
+    to_dict,
 )
 from aamoe_jax.training.loop import Result
-from experiments import local_context
+from experiments import local_context, runs
 from tests.data.helpers import memory_corpus, random_documents
 
 CHUNK, LENGTH, STEPS = 16, 64, 4
@@ -55,7 +56,7 @@ def synthetic(mode: str, seed: int, config: ExperimentConfig) -> dict:
         "corpus_digest": "0123456789abcdef0123",
         "versions": {"jax": "0.0"},
         "device": "cpu",
-        "config": local_context.to_dict(config),
+        "config": to_dict(config),
     }
 
 
@@ -91,7 +92,7 @@ class TestComparison:
         def refuse(*_, **__):
             raise AssertionError("trained again")
 
-        monkeypatch.setattr(local_context, "train", refuse)
+        monkeypatch.setattr(runs, "train", refuse)
         assert local_context.compare(*arguments, eval_batches=0) == results
         more = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=2 * STEPS))
         with pytest.raises(ConfigError, match=r"TrainingConfig.steps: 4 -> 8"):
@@ -107,9 +108,9 @@ class TestComparison:
         def stopped(config, run_dir, **_):
             return Result(1, signal.SIGTERM, None)
 
-        monkeypatch.setattr(local_context, "train", stopped)
-        with pytest.raises(local_context.StoppedError) as error:
-            local_context.run(ExperimentConfig(), tmp_path / "run", 0)
+        monkeypatch.setattr(runs, "train", stopped)
+        with pytest.raises(runs.StoppedError) as error:
+            runs.run(ExperimentConfig(), tmp_path / "run", 0)
         assert error.value.exit_code == 143
         assert not (tmp_path / "run" / "result.json").exists()
 

@@ -1,0 +1,129 @@
+"""Runs that comparisons are made of: trained once, evaluated on held-out text under causal budgets, kept.
+
+A run lies in a folder of its own and goes on from its last checkpoint; one that has its result there is not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
+from aamoe_jax.data import dataset_metadata, evaluation_batches, load_tokenizer
+from aamoe_jax.evaluation.perplexity import Evaluation, causal_budget, evaluate
+from aamoe_jax.model import Skipped, structure
+from aamoe_jax.training.checkpoints import load_checkpoint
+from aamoe_jax.training.loop import train
+from aamoe_jax.training.metrics import read_metrics
+from aamoe_jax.training.resume import FREE_FIELDS, changed_fields
+from experiments.binding import operative_gin
+
+Result = dict[str, Any]
+More = Callable[[ExperimentConfig, Evaluation, Int[np.ndarray, "L"]], Result]
+"""(config, evaluation, targets at every position) -> what a comparison asks of a run beside what every one does."""
+
+
+class StoppedError(RuntimeError):
+    """A run was stopped by a signal. Its state is saved."""
+
+    def __init__(self, signal_number: signal.Signals):
+        super().__init__(f"stopped by {signal_number.name}, saved; the same command goes on from there")
+        self.exit_code = 128 + signal_number
+
+
+def require_one_dataset(config: ExperimentConfig) -> None:
+    """Raises a ConfigError unless there is one dataset, the one to evaluate on."""
+    if len(config.data.mixture) != 1:
+        raise ConfigError(f"DataConfig.mixture = {config.data.mixture!r}: must be one dataset, the one to evaluate on")
+
+
+def run(
+    config: ExperimentConfig,
+    run_dir: Path,
+    eval_batches: int,
+    *,
+    more: More | None = None,
+    skipped: frozenset[Skipped] = frozenset(),
+) -> Result:
+    """Trains and evaluates, or reads what an earlier call has left.
+
+    Args:
+      eval_batches: of the test split; 0: all.
+      skipped: layers or mixers to leave out in the evaluation.
+
+    Raises:
+      ConfigError: what lies in `run_dir` is of another experiment.
+      StoppedError: a signal stopped the training.
+    """
+    without = "_without_" + "_".join(sorted(map(str, skipped))) if skipped else ""
+    path = run_dir / f"result{without}.json"
+    if path.exists():
+        result = json.loads(path.read_text())
+        refuse_other_result(result, config, eval_batches, path)
+        return result
+    run_dir.mkdir(parents=True, exist_ok=True)
+    ended = train(config, run_dir, notes={"config.gin": operative_gin(config)})
+    if ended.interrupted is not None:
+        raise StoppedError(ended.interrupted)
+    result = measure(run_dir, config, eval_batches, more, skipped)
+    incomplete = path.with_suffix(".incomplete")
+    incomplete.write_text(json.dumps(result, indent=1) + "\n")
+    incomplete.replace(path)
+    return json.loads(path.read_text())  # as a later call will read it: without tuples
+
+
+def refuse_other_result(result: Result, config: ExperimentConfig, eval_batches: int, path: Path) -> None:
+    """Raises a ConfigError unless the result is of this experiment."""
+    changed = {
+        name: values
+        for name, values in changed_fields(result["config"], to_dict(config), ExperimentConfig).items()
+        if name not in FREE_FIELDS
+    }
+    if result["eval_batches"] != eval_batches:
+        changed["--eval_batches"] = (result["eval_batches"], eval_batches)
+    ((dataset, _),) = config.data.mixture
+    digest = dataset_metadata(config.data, dataset)["corpus_digest"]
+    if result["corpus_digest"] != digest:
+        changed[f"corpus_digest of {dataset}"] = (result["corpus_digest"], digest)
+    if changed:
+        what = ", ".join(f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items())
+        raise ConfigError(f"{path} is of another experiment ({what}): take another --work_dir, or the old values")
+
+
+def measure(
+    run_dir: Path, config: ExperimentConfig, eval_batches: int, more: More | None, skipped: frozenset[Skipped]
+) -> Result:
+    """The result of a finished run: its newest checkpoint on the test split, under causal budgets."""
+    checkpoint = load_checkpoint(run_dir)
+    ((dataset, _),) = config.data.mixture
+    rows = config.training.batch_size // config.training.accumulate
+    source = evaluation_batches(config.data, dataset, split="test", batch_size=rows)
+    batches = [source[index] for index in range(min(eval_batches or len(source), len(source)))]
+    byte_lengths = load_tokenizer(config.data.tokenizer).byte_lengths
+    model = config.model
+    graphdef = structure(model, skipped)
+    evaluation = evaluate(graphdef, checkpoint.params, model, batches, byte_lengths, budget=causal_budget(model))
+    counts = sum(batch["loss_mask"].sum(0) for batch in batches)
+    speeds = [record["tokens_per_second"] for record in read_metrics(run_dir) if record["kind"] == "train"]
+    return {
+        "seed": config.training.seed,
+        "steps": checkpoint.step,
+        "bits_per_byte": evaluation.bits_per_byte,
+        "nats_per_token": evaluation.nats_per_token,
+        "tokens_per_second": statistics.median(speeds),
+        "evaluation": evaluation.to_dict(),
+        "eval_batches": eval_batches,
+        "corpus_digest": checkpoint.metadata["datasets"][dataset]["corpus_digest"],
+        "versions": checkpoint.metadata["versions"],
+        "device": jax.devices()[0].device_kind,
+        "config": to_dict(config),
+        **(more(config, evaluation, counts) if more else {}),
+    }

@@ -1,0 +1,286 @@
+"""What the sources claim, as comparisons: a few stacks trained alike, and which is said to be better.
+
+    python -m experiments.studies --study=hybrids --gin_file=quickstart.gin --steps=600 --seeds=0,1 \
+        --output=experiments/results/hybrids
+
+Every variant of a study trains for the same steps on the same data, once per seed, and is evaluated on held-out text
+under causal budgets. A claim holds where it holds of the means over seeds; the table says so for each, and by how much.
+A run lies in WORK_DIR/STUDY/VARIANT-SEED: after an interruption the same command does what is left. Writes OUTPUT.json
+and OUTPUT.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from absl import app, flags, logging
+
+from aamoe_jax.config import ConfigError, ExperimentConfig
+from aamoe_jax.data import ensure_prepared
+from aamoe_jax.model import Skipped
+from aamoe_jax.preflight.report import table
+from aamoe_jax.training.loop import DivergedError
+from experiments.binding import load_experiment
+from experiments.matching import active_flops, parameters
+from experiments.runs import Result, StoppedError, require_one_dataset, run
+
+FLAGS = flags.FLAGS
+
+
+class Variant(NamedTuple):
+    """One stack of a study."""
+
+    bindings: tuple[str, ...] = ()
+    """What it changes in the config of the study."""
+    trained_as: str | None = None
+    """The variant whose runs it evaluates; None: its own."""
+    without: frozenset[Skipped] = frozenset()
+    """What is left out in the evaluation."""
+
+
+class Claim(NamedTuple):
+    """Of two variants the first has less bits per byte, or less of another figure."""
+
+    finding: str
+    less: str
+    more: str
+    figure: str = "bits_per_byte"
+
+
+class Study(NamedTuple):
+    """Variants by name, and what is claimed of them."""
+
+    title: str
+    variants: Mapping[str, Variant]
+    claims: Sequence[Claim]
+
+
+def stack(pattern: str, *bindings: str) -> Variant:
+    """A stack of this pattern of one entry."""
+    return Variant((f"ModelConfig.pattern = ('{pattern}',)", *bindings))
+
+
+STANDARD = "attention+feed_forward"
+DECONSTRUCTED = ("mlp", "approximate", "non_approximate", "random_qk", "fixed_qk", "static_qk")
+
+
+def _deconstructed() -> Study:
+    """Uniform stacks, and hybrids of every other layer (DEC-16; the findings of Xue, Moosavi and Aletras)."""
+    uniform = {name: stack(f"{name}+feed_forward") for name in DECONSTRUCTED}
+    hybrid = {f"hybrid {name}": stack(f"even({STANDARD}, {name}+feed_forward)") for name in DECONSTRUCTED}
+    few = {"quarter non_approximate": stack(f"quarter({STANDARD}, non_approximate+feed_forward)")}
+    skip = {"hybrid mlp without mlp": Variant(hybrid["hybrid mlp"].bindings, "hybrid mlp", frozenset({"mlp"}))}
+    claims = [
+        Claim("tokens have to mix, in a uniform stack", "attention", "mlp"),
+        Claim("the mathematical form matters, in a uniform stack", "attention", "non_approximate"),
+        *(Claim(f"half the layers standard make up for {name}", f"hybrid {name}", name) for name in DECONSTRUCTED),
+        Claim("weights that follow the input help", "static_qk", "random_qk"),
+        Claim("queries and keys of the current layer are not essential", "hybrid static_qk", "mlp"),
+        Claim("layers work together: the simple ones cannot be taken out", "hybrid mlp", "hybrid mlp without mlp"),
+        Claim(
+            "standard layers keep the scores of others small",
+            "hybrid non_approximate",
+            "non_approximate",
+            "logit_absmax",
+        ),
+        Claim("a few standard layers are enough", "quarter non_approximate", "non_approximate"),
+    ]
+    return Study("Attention deconstructed", {"attention": stack(STANDARD), **uniform, **hybrid, **few, **skip}, claims)
+
+
+STUDIES: Mapping[str, Study] = {
+    "deconstructed": _deconstructed(),
+    "hybrids": Study(
+        "AA-MoE beside standard layers (DEC-20)",
+        {
+            "all AA-MoE": stack("aamoe"),
+            "a quarter standard": stack(f"quarter({STANDARD}, aamoe)"),
+            "half standard": stack(f"even({STANDARD}, aamoe)"),
+            "all standard": stack(STANDARD),
+        },
+        [
+            Claim("AA-MoE is better alone than the standard stack", "all AA-MoE", "all standard"),
+            Claim("a few standard layers help", "a quarter standard", "all AA-MoE"),
+        ],
+    ),
+    "questions": Study(
+        "Three questions to attention as a network of tokens (PM-15)",
+        {
+            "attention": stack(STANDARD),
+            "half the messages": stack("filtered_attention+feed_forward"),
+            "a quarter of the clusters": stack(
+                "clustered_attention+feed_forward", "AttentionConfig.clusters = 16", "AttentionConfig.clusters_kept = 4"
+            ),
+            "gates": stack("gated_attention+feed_forward"),
+            "a square root": stack("sqrt_attention+feed_forward"),
+        },
+        [
+            Claim("does every head need a message of every token?", "attention", "half the messages"),
+            Claim("does it have to be compared with each?", "attention", "a quarter of the clusters"),
+            Claim("are gates better than normalisation?", "gates", "attention"),
+            Claim("is normalisation by a square root enough?", "a square root", "attention"),
+        ],
+    ),
+    "signal": Study(
+        "One signal for context and experts (AA-23)",
+        {
+            "one signal": stack("aamoe"),
+            "none for context": stack("aamoe", "AAMoEConfig.signal = 'context_stopped'"),
+            "none for experts": stack("aamoe", "AAMoEConfig.signal = 'experts_stopped'"),
+            "one for each": stack("aamoe", "AAMoEConfig.signal = 'separate'"),
+        },
+        [
+            Claim("the router of context learns from the loss", "one signal", "none for context"),
+            Claim("the router of experts learns from the loss", "one signal", "none for experts"),
+            Claim("one softmax over both is better than two", "one signal", "one for each"),
+        ],
+    ),
+    "budgets": Study(
+        "One learned budget, and what there is instead (AA-32)",
+        {
+            "learned": stack("aamoe"),
+            "uniform": stack("aamoe", "BudgetConfig.importance = 'uniform'"),
+            "separate": stack("aamoe", "BudgetConfig.importance = 'uniform'", "BudgetConfig.expert_share = 0.5"),
+            "context alone": stack("aamoe+feed_forward", "AAMoEConfig.num_experts = 0"),
+        },
+        [
+            Claim("tokens should not all get the same", "learned", "uniform"),
+            Claim("chunks and experts should compete", "uniform", "separate"),
+        ],
+    ),
+}
+
+
+def define_flags() -> None:
+    """The flags of this program."""
+    flags.DEFINE_enum("study", None, list(STUDIES), "What to compare.", required=True)
+    flags.DEFINE_multi_string("gin_file", [], "Path of a gin file, or the name of a shipped config. Repeat it.")
+    flags.DEFINE_multi_string("gin_param", [], "One binding, such as 'ModelConfig.d_model = 128'. Repeat it.")
+    flags.DEFINE_integer("steps", None, "Steps of every run; those of the config if not given.", lower_bound=1)
+    flags.DEFINE_list("seeds", ["0", "1"], "One run per seed and variant. A seed fixes parameters and order of data.")
+    flags.DEFINE_string("work_dir", "runs/studies", "Where the runs lie.")
+    flags.DEFINE_string("output", None, "Path of the report without its suffix.", required=True)
+    flags.DEFINE_integer("eval_batches", 0, "Batches of the test split to evaluate on; 0: all.", lower_bound=0)
+
+
+def configs(
+    study: Study, gin_files: Sequence[str], gin_params: Sequence[str], steps: int | None
+) -> dict[str, ExperimentConfig]:
+    """The experiment of every variant; its seed is set later."""
+    found = {}
+    for name, variant in study.variants.items():
+        config = load_experiment(gin_files, [*gin_params, *variant.bindings])
+        require_one_dataset(config)
+        if steps is not None:
+            config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=steps))
+        found[name] = config
+    return found
+
+
+def conduct(
+    study: Study, experiments: Mapping[str, ExperimentConfig], seeds: Sequence[int], work_dir: Path, eval_batches: int
+) -> dict[str, list[Result]]:
+    """The results of every variant, one per seed.
+
+    Raises:
+      ConfigError: a run in `work_dir` is of another experiment.
+      StoppedError: a signal stopped a run.
+    """
+    results: dict[str, list[Result]] = {name: [] for name in study.variants}
+    # Seed after seed, so that a comparison of all variants exists as early as it can.
+    for seed in seeds:
+        for name, variant in study.variants.items():
+            print(f"== {name}, seed {seed}", flush=True)
+            config = experiments[name]
+            config = dataclasses.replace(config, training=dataclasses.replace(config.training, seed=seed))
+            folder = work_dir / f"{(variant.trained_as or name).replace(' ', '_')}-{seed}"
+            results[name].append(run(config, folder, eval_batches, skipped=variant.without))
+    return results
+
+
+def figure(results: Sequence[Result], name: str) -> float:
+    """The mean over seeds; of a figure of layers, the largest of them."""
+    if name == "bits_per_byte":
+        return statistics.mean(result[name] for result in results)
+    return statistics.mean(max(result["evaluation"]["statistics"][name]) for result in results)
+
+
+def report(
+    study: Study, experiments: Mapping[str, ExperimentConfig], results: Mapping[str, Sequence[Result]], command: str
+) -> str:
+    """The study as Markdown: every variant with its size, then every claim with what was found."""
+    first_name, first = next(iter(results.items()))
+    reference, one = figure(first, "bits_per_byte"), first[0]
+    config = experiments[first_name]
+    sizes = [["variant", "parameters", "FLOPs a token", "bits/byte", *(f"seed {r['seed']}" for r in first), "to first"]]
+    for name, runs in results.items():
+        bits = figure(runs, "bits_per_byte")
+        sizes.append(
+            [
+                name,
+                f"{parameters(experiments[name]):,}",
+                f"{active_flops(experiments[name], config.data.seq_len):,.0f}",
+                f"{bits:.4f}",
+                *(f"{run['bits_per_byte']:.4f}" for run in runs),
+                f"{bits - reference:+.4f}",
+            ]
+        )
+    found = [["claim", "less", "more", "figure", "difference", "found"]]
+    for claim in study.claims:
+        less, more = (figure(results[name], claim.figure) for name in (claim.less, claim.more))
+        verdict = "holds" if less < more else "does not hold"
+        found.append([claim.finding, claim.less, claim.more, claim.figure, f"{more - less:+.4f}", verdict])
+    lines = [
+        f"# {study.title}",
+        "",
+        f"    {command}",
+        "",
+        f"{one['steps']} steps of {config.training.batch_size} x {config.data.seq_len} tokens, the same in the same "
+        f"order for every variant; {one['evaluation']['tokens']:,} tokens of held-out text, causal budgets. FLOPs are "
+        f"of a forward pass, in closed form, all budgets spent. Corpus {one['corpus_digest'][:16]}, "
+        f"JAX {one['versions']['jax']}, {one['device']}. Claims are of means over {len(first)} seeds.",
+        "",
+        table(sizes[0], sizes[1:]),
+        "",
+        table(found[0], found[1:]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
+    logging.set_verbosity(logging.WARNING)  # TFDS and Orbax report every file
+    command = shlex.join(["python", "-m", "experiments.studies", *sys.argv[1:]])
+    study, seeds = STUDIES[FLAGS.study], [int(seed) for seed in FLAGS.seeds]
+    try:
+        experiments = configs(study, FLAGS.gin_file, FLAGS.gin_param, FLAGS.steps)
+        ensure_prepared(next(iter(experiments.values())).data)
+        results = conduct(study, experiments, seeds, Path(FLAGS.work_dir) / FLAGS.study, FLAGS.eval_batches)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except DivergedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    except StoppedError as error:
+        print(error)
+        return error.exit_code
+    text, output = report(study, experiments, results, command), Path(FLAGS.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.with_name(output.name + ".json").write_text(json.dumps({"command": command, "results": results}) + "\n")
+    output.with_name(output.name + ".md").write_text(text)
+    print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

@@ -1,0 +1,70 @@
+"""Studies: variants that load, runs that are shared, claims that are judged (AA-33, DEC-16, DEC-20, PM-15)."""
+
+import dataclasses
+
+import pytest
+
+from aamoe_jax.config import ConfigError
+from experiments import studies
+from experiments.studies import STUDIES, Claim, Study, Variant
+from tests.experiments.test_local_context import tiny_experiment
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_variant_is_an_experiment_and_every_claim_is_of_variants(name):
+    study = STUDIES[name]
+    found = studies.configs(study, ["quickstart.gin"], [], 7)
+    assert set(found) == set(study.variants)
+    assert {config.training.steps for config in found.values()} == {7}
+    assert {claim.less for claim in study.claims} | {claim.more for claim in study.claims} <= set(study.variants)
+    for variant in study.variants.values():
+        if variant.trained_as is not None:
+            assert variant.bindings == study.variants[variant.trained_as].bindings
+
+
+def test_dec_20_hybrids_keep_no_quarter_and_half_of_the_layers():
+    found = studies.configs(STUDIES["hybrids"], ["quickstart.gin"], [], None)
+    assert [len(config.model.layers_of("attention")) for config in found.values()] == [0, 1, 2, 4]
+
+
+def result(bits: float, logit: float = 0.0, seed: int = 0) -> dict:
+    about = {"tokens": 1000, "statistics": {"logit_absmax": [0.0, logit]}}
+    versions = {"jax": "0"}
+    return {
+        "seed": seed,
+        "steps": 3,
+        "bits_per_byte": bits,
+        "evaluation": about,
+        "corpus_digest": "0" * 20,
+        "versions": versions,
+        "device": "cpu",
+    }
+
+
+class TestDEC16:
+    def test_claims_are_judged_by_means_over_seeds(self, tmp_path):
+        claims = [Claim("one", "a", "b"), Claim("two", "b", "a"), Claim("three", "b", "a", "logit_absmax")]
+        study = Study("Title", {"a": Variant(), "b": Variant()}, claims)
+        results = {"a": [result(1.0, 9.0), result(3.0, 9.0, 1)], "b": [result(2.5, 1.0), result(2.1, 3.0, 1)]}
+        text = studies.report(study, dict.fromkeys("ab", tiny_experiment(tmp_path)), results, "the command")
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+        assert rows[-3:] == [
+            ["one", "a", "b", "bits_per_byte", "+0.3000", "holds"],
+            ["two", "b", "a", "bits_per_byte", "-0.3000", "does not hold"],
+            ["three", "b", "a", "logit_absmax", "+7.0000", "holds"],
+        ]
+
+    def test_a_stack_without_layers_is_the_same_run(self, tmp_path):
+        config = tiny_experiment(tmp_path / "data")
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, pattern=("attention+mlp",)))
+        variants = {"whole": Variant(), "without mlp": Variant((), "whole", frozenset({"mlp"}))}
+        study = Study("Title", variants, [Claim("layers work together", "whole", "without mlp")])
+        experiments = dict.fromkeys(variants, config)
+        results = studies.conduct(study, experiments, [0], tmp_path / "runs", 0)
+        assert [path.name for path in (tmp_path / "runs").iterdir()] == ["whole-0"]
+        whole, without = (results[name][0] for name in variants)
+        assert whole["bits_per_byte"] != without["bits_per_byte"]
+        assert whole["config"] == without["config"]
+        other = dataclasses.replace(config, model=dataclasses.replace(config.model, pattern=("mlp",)))
+        with pytest.raises(ConfigError, match=r"ModelConfig\.pattern"):
+            studies.conduct(study, dict.fromkeys(variants, other), [0], tmp_path / "runs", 0)
