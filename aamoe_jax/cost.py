@@ -179,6 +179,9 @@ def decode_bytes(config: ModelConfig, context: int, pairs: float) -> float:
 
     Args:
       pairs: resources given to the token by all AA-MoE layers together, local ones included.
+
+    Raises:
+      KeyError: for a stack of other mixers than `aamoe` and `parallel`.
     """
     d, layer, size = config.d_model, config.aamoe, jnp.dtype(config.dtype).itemsize
     dense = 4 * (4 * d**2 + 2 * d * config.ff_width) + 2 * size * d * context
@@ -186,7 +189,8 @@ def decode_bytes(config: ModelConfig, context: int, pairs: float) -> float:
     aamoe = 4 * (5 * d**2 + d * layer.num_experts + d * -(-context // layer.chunk_size))
     if layer.budget.normalizer == "row":
         aamoe += 4 * layer.budget.predictor_width * (d + 2)
-    mixers = sum(aamoe if name == "aamoe" else dense for _, name in config.mixers)
+    rows = {"aamoe": aamoe, "parallel": dense}
+    mixers = sum(rows[name] for _, name in config.mixers)
     # Pages are in the model's type, experts in float32: taken as pages here.
     per_pair = 2 * layer.chunk_size * d * size
     return mixers * config.periods + pairs * per_pair + 4 * d * (config.vocab_size + 1)

@@ -229,15 +229,16 @@ def experts(at: Setting, chosen: int) -> Costs:
     router = 2 * d * count if config.moe.router == "linear" else 6 * d * count + 4 * count**2
     saved = FLOAT * d + count * (3 * FLOAT + 2)  # the router's input; scores, coefficients, choices
     if config.moe.router == "attention":
-        saved += FLOAT * count * (count + 4)
+        saved += FLOAT * count * (2 * count + 5)
     return at.per_token(router + 4 * chosen * d * config.expert_width, saved) + convolution(at)
 
 
 def convolution(at: Setting) -> Costs:
-    """What a router that looks back keeps: the tokens before."""
+    """A router that looks back, at a few tokens before."""
     if at.config.moe.router_input == "token":
         return Costs()
-    return at.per_token(0, FLOAT * at.width) + Costs(cache_bytes=at.rows * TOKENS_BEFORE * at.width * at.size)
+    saved = TOKENS_BEFORE * (2 * FLOAT + 1) * at.width  # every one, weighted, and whether it is of the document
+    return at.per_token(0, saved) + Costs(cache_bytes=at.rows * TOKENS_BEFORE * at.width * at.size)
 
 
 def top_k_experts(at: Setting) -> Costs:
@@ -272,7 +273,7 @@ class Attended(NamedTuple):
 
 
 def attended(at: Setting) -> Attended:
-    """At full budget: beta resources, the local one included."""
+    """At full budget: beta resources, the local one included; less where experts have a price above 1."""
     layer = at.config.aamoe
     resources = at.chunks + layer.num_experts
     local = layer.local in ("window", "chunk")
