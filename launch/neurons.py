@@ -119,14 +119,14 @@ def sweep(checkpoint: Checkpoint) -> list[dict[str, float]]:
 def table_of_networks(records: Sequence[dict[str, Any]]) -> str:
     """As text, one network a line."""
     lines = [
-        f"{'layer':>5}  {'mixer':<20}{'network':<14}{'neurons':>14}{'rank':>10}{'stable rank':>13}  longest messages"
+        f"{'layer':>5}  {'mixer':<20}{'network':<14}{'neurons':>14}{'rank':>12}{'stable rank':>13}  longest messages"
     ]
     for record in records:
         counted = f"{record['side_by_side']} x {record['neurons'] or 'tokens'}"
         rank = f"{min(record['numerical'])} of {max(record['largest'])}"
         shown = "  ".join("".join(map(repr, tokens)) for tokens in record["likely"])
         name = f"{record['layer']:>5}  {record['mixer']:<20}{record['network']:<14}"
-        lines.append(f"{name}{counted:>14}{rank:>10}{np.mean(record['stable']):>13.2f}  {shown}")
+        lines.append(f"{name}{counted:>14}{rank:>12}{np.mean(record['stable']):>13.2f}  {shown}")
     return "\n".join(lines)
 
 
