@@ -1,9 +1,9 @@
 """A trained layer read as networks of neurons: patterns that inputs are compared with, messages that are added up.
 
 A feed-forward is a static network, a head one to which every token adds a neuron (McCormick, Patterns and Messages,
-part 4; PM-01). Both are here in one format, with experts and persistent vectors. Names are the essay's: x_q, x_k, x_v
-are the normed input of the layer in its three roles; p_i = x_k W^P_i and m_i = x_v W^M_i are what head i makes of it;
-P_i and M_i hold all of them; o_i = softmax(x_q P_i^T / sqrt(d_h)) M_i.
+part 4; PM-01). Both are here in one format, with experts and persistent vectors. Names are the essay's (PM-16): x_q,
+x_k, x_v are the normed input of the layer in its three roles; p_i = x_k W^P_i and m_i = x_v W^M_i are what head i makes
+of it; P_i and M_i hold all of them; o_i = softmax(x_q P_i^T / sqrt(d_h)) M_i.
 
 All in NumPy and float64, from parameters as `aamoe_jax.model.split` gives them.
 

@@ -1,8 +1,8 @@
 """What a trained stack loses when its heads are made to do with fewer neurons, without training again.
 
-The essay's questions: does every token need to be added to every head (PM-10), does every token need to be compared to
-every other (PM-11)? Standard attention has all parameters that filtering by the norm of messages takes; clusters are
-found among its keys.
+Two of the essay's closing questions (PM-15): does every token need to be added to every head (PM-10), and to be
+compared to every other (PM-11)? Standard attention has all parameters that filtering by the norm of messages takes;
+clusters are found among its keys.
 
 Shapes: n tokens, G heads of keys, k their width, C clusters.
 """
