@@ -1,0 +1,138 @@
+"""Questions with given answers: the answer that the model finds most likely (DEC-23).
+
+An item is a text and several ways to go on, one of them right: ARC, BoolQ, COPA, HellaSwag, PIQA, RTE, SciQ all come to
+that. Nothing is generated: log P(answer | text) is read off the forward pass under causal budgets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from aamoe_jax.config import ConfigError
+from aamoe_jax.data.tokenizers import Tokenizer
+from aamoe_jax.mixers.base import BudgetMode
+from aamoe_jax.model import merge
+
+
+class Item(NamedTuple):
+    """One question."""
+
+    context: str
+    choices: tuple[str, ...]
+    """How the context may go on, leading space included."""
+    answer: int
+    """Which choice is right, counted from 0."""
+
+
+class Row(NamedTuple):
+    """A context and one of its choices, as tokens."""
+
+    tokens: Int[np.ndarray, "n"]
+    scored: int
+    """How many of the last tokens are the choice's."""
+
+
+def read_items(path: str | Path) -> list[Item]:
+    """Items from a file with one JSON object per line: `context`, `choices`, `answer`.
+
+    Raises:
+      ConfigError: there is no such file, nothing in it, or a line that is no item. It says which.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as text ({error})") from error
+    items = [_item(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not items:
+        raise ConfigError(f"{path}: holds no item")
+    return items
+
+
+def log_probabilities(
+    graphdef: nnx.GraphDef,
+    params: dict[str, Any],
+    items: Sequence[Item],
+    tokenizer: Tokenizer,
+    *,
+    budget: BudgetMode,
+    length: int,
+    batch_size: int,
+) -> list[Float[np.ndarray, "_"]]:
+    """log P(choice | context) of all choices of every item, in nats.
+
+    Args:
+      length: tokens of a row. Of a longer context the end is kept.
+
+    Raises:
+      ConfigError: a choice that does not fit into a row with a token before it, or has no token.
+    """
+    params = jax.tree.map(jnp.asarray, params)
+    rows = [_row(item, choice, tokenizer, length) for item in items for choice in item.choices]
+
+    @jax.jit
+    def score(tokens: Int[Array, "b L"], size: Int[Array, "b"], scored: Int[Array, "b"]) -> Float[Array, "b"]:
+        place = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+        segments = (place < size[:, None]).astype(jnp.int32)
+        logits, _ = merge(graphdef, params)(tokens, segments, place, budget=budget)
+        log_p = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32), axis=-1)
+        log_p = jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)[..., 0]
+        target = place[:, 1:]
+        counts = (target < size[:, None]) & (target >= (size - scored)[:, None])
+        return jnp.where(counts, log_p, 0).sum(-1)
+
+    found = []
+    for start in range(0, len(rows), batch_size):
+        batch = rows[start : start + batch_size]
+        tokens = np.zeros((batch_size, length), np.int32)
+        for line, row in zip(tokens, batch, strict=False):
+            line[: len(row.tokens)] = row.tokens
+        # The last batch is filled up with rows of padding.
+        sizes, scored = (np.zeros(batch_size, np.int32) for _ in range(2))
+        sizes[: len(batch)], scored[: len(batch)] = [len(row.tokens) for row in batch], [row.scored for row in batch]
+        found.append(np.asarray(score(tokens, sizes, scored))[: len(batch)])
+    ends = np.cumsum([len(item.choices) for item in items])[:-1]
+    return np.split(np.concatenate(found), ends)
+
+
+def accuracies(items: Sequence[Item], log_p: Sequence[Float[np.ndarray, "_"]]) -> dict[str, int | float]:
+    """Shares of items whose right choice is the likeliest; the same per byte of the choice; and of guessing."""
+    likeliest = [int(np.argmax(one)) == item.answer for item, one in zip(items, log_p, strict=True)]
+    sizes = [np.array([max(len(choice.encode()), 1) for choice in item.choices]) for item in items]
+    per_byte = [int(np.argmax(one / size)) == item.answer for item, one, size in zip(items, log_p, sizes, strict=True)]
+    return {
+        "items": len(items),
+        "accuracy": float(np.mean(likeliest)),
+        "accuracy_per_byte": float(np.mean(per_byte)),
+        "chance": float(np.mean([1 / len(item.choices) for item in items])),
+    }
+
+
+def _item(line: str, where: str) -> Item:
+    wanted = 'wanted {"context": "...", "choices": ["...", "..."], "answer": 0}'
+    try:
+        found = json.loads(line)
+        item = Item(found["context"], tuple(found["choices"]), found["answer"])
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{where}: {wanted} ({type(error).__name__}: {error})") from error
+    texts = (item.context, *item.choices)
+    if not all(isinstance(text, str) and text for text in texts) or len(item.choices) < 2:
+        raise ConfigError(f"{where}: {wanted}, no text of it empty")
+    if not (isinstance(item.answer, int) and 0 <= item.answer < len(item.choices)):
+        raise ConfigError(f"{where}: answer = {item.answer!r}: must be the place of a choice, counted from 0")
+    return item
+
+
+def _row(item: Item, choice: str, tokenizer: Tokenizer, length: int) -> Row:
+    context, chosen = (tokenizer.encode(text.encode()).astype(np.int32) for text in (item.context, choice))
+    if not len(chosen) or len(chosen) >= length:
+        raise ConfigError(f"choice {choice!r}: {len(chosen)} tokens; a row of {length} has room for 1 to {length - 1}")
+    return Row(np.concatenate([context[-(length - len(chosen)) :], chosen]), len(chosen))
