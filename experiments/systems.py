@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from aamoe_jax.mixers.family import Form
+from aamoe_jax.mixers.registry import MIXERS, forms
 from aamoe_jax.preflight.report import table
 
 ROOT = Path(__file__).parents[1]
@@ -117,6 +119,12 @@ def report(found: list[System]) -> str:
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in ("tested", "built, not tested", "missing"))
     rows = [[system.id, system.what, _listed(system.code), _listed(system.tests), system.status] for system in found]
     return f"{len(found)} systems: {counts}.\n\n" + table(["ID", "what", "code", "tests", "status"], rows) + "\n"
+
+
+def family() -> str:
+    """Every mixer as an instance of y = sum f(x) g(x), as a Markdown table: a row for each of its parts (UNI-01)."""
+    rows = [[name, *form] for name in MIXERS for form in forms(name)]
+    return table(["mixer", *Form._fields], rows) + "\n"
 
 
 def _listed(places: list[str]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from absl import flags
 
 from aamoe_jax.config import ConfigError
-from experiments.systems import ROOT, TESTS, report, systems
+from experiments.systems import ROOT, TESTS, family, report, systems
 from launch.program import refuse_arguments, run
 
 
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
     refuse_arguments(argv)
     if not (ROOT / TESTS[0]).is_dir():
         raise ConfigError(f"there are no tests beside {ROOT.name}: run this in a checkout of the repository")
-    text = report(systems())
+    text = f"{report(systems())}\nMixers as one family, y = sum f(x) g(x):\n\n{family()}"
     print(text, end="")
     if flags.FLAGS.output is not None:
         command = shlex.join(["python", "-m", "launch.systems", *sys.argv[1:]])

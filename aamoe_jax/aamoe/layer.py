@@ -33,6 +33,7 @@ from aamoe_jax.layers import (
     split_heads,
 )
 from aamoe_jax.mixers.base import Context, Statistics
+from aamoe_jax.mixers.family import Form
 from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS
 from pallas_kernels.block_sparse_attention import (
     Pairs,
@@ -66,6 +67,17 @@ class AAMoELayer(nnx.Module):
             self.predictor = budget_lib.BudgetPredictor(width, layer.budget, rngs=rngs)
         if layer.null_slot == "learned":
             self.null_logit = nnx.Param(jnp.zeros(config.num_heads), axes=("heads",))
+
+    @staticmethod
+    def form() -> Form:
+        """The instance of the family of mixers."""
+        return Form(
+            "chunks of earlier tokens, and experts",
+            "q . k / sqrt(k) + log P(i, j)",
+            "the best that the budget buys",
+            "softmax over the kept",
+            "x W^V and experts' rows, then W^O",
+        )
 
     def __call__(self, h: Float[Array, "b n d"], context: Context) -> tuple[Float[Array, "b n d"], Statistics]:
         """The layer's output, 0 for tokens without budget (AA-26), and its statistics."""

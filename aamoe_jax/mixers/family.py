@@ -25,11 +25,6 @@ class Form(NamedTuple):
     values: str
 
 
-def weighted_sum(weights: Float[Array, "*b q n"], values: Float[Array, "*b n k"]) -> Float[Array, "*b q k"]:
-    """sum_j f_j g_j, in the type of the values."""
-    return weights.astype(values.dtype) @ values
-
-
 def head_scores(query: Float[Array, "b q H k"], key: Float[Array, "b n G k"]) -> Float[Array, "b H q n"]:
     """q . k / sqrt(k) in float32; groups of H / G heads have their keys in common."""
     rows, tokens, heads, size = query.shape
@@ -39,7 +34,7 @@ def head_scores(query: Float[Array, "b q H k"], key: Float[Array, "b n G k"]) ->
 
 
 def head_mix(weights: Float[Array, "b H q n"], value: Float[Array, "b n G k"]) -> Float[Array, "b q H k"]:
-    """`weighted_sum` of every head; groups of H / G heads have their values in common."""
+    """sum_j f_j g_j of every head, in the type of the values; groups of H / G heads have their values in common."""
     rows, heads, tokens, count = weights.shape
     grouped = weights.astype(value.dtype).reshape(rows, value.shape[2], -1, tokens, count)
     return jnp.einsum("bgrij,bjgk->bigrk", grouped, value).reshape(rows, tokens, heads, -1)

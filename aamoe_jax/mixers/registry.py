@@ -16,6 +16,7 @@ from aamoe_jax.mixers.deconstructed import TokenMLP
 from aamoe_jax.mixers.depth import MixtureOfDepths
 from aamoe_jax.mixers.dynamic import FilteredAttention, GatedAttention, SquareRootAttention
 from aamoe_jax.mixers.experts import ReLUExperts, SwitchExperts, TopKExperts
+from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.feed_forward import FeedForward, SwiGLU
 from aamoe_jax.mixers.fixed_maps import FixedMapAttention, StaticAttention
 from aamoe_jax.mixers.parts import Part, SideBySide
@@ -52,6 +53,12 @@ WHOLE: Mapping[MixerName, Callable[..., nnx.Module]] = {"aamoe": AAMoELayer, "mi
 """Mixers of their own making: they choose among tokens before anything is computed of them."""
 
 MIXERS: tuple[MixerName, ...] = (*WHOLE, *PARTS)
+
+
+def forms(name: MixerName) -> list[Form]:
+    """What a mixer is as an instance of the family, part by part."""
+    makers = [WHOLE[name]] if name in WHOLE else PARTS[name].values()
+    return [make.func.form(**make.keywords) if isinstance(make, functools.partial) else make.form() for make in makers]
 
 
 def build_mixer(name: MixerName, config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:

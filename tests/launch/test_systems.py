@@ -4,7 +4,18 @@ import re
 
 import pytest
 
-from experiments.systems import ROOT, System, named_by, named_in, places_in_code, places_in_tests, report, systems
+from aamoe_jax.mixers.registry import MIXERS
+from experiments.systems import (
+    ROOT,
+    System,
+    family,
+    named_by,
+    named_in,
+    places_in_code,
+    places_in_tests,
+    report,
+    systems,
+)
 from tests.launch.session import calls
 
 
@@ -137,3 +148,10 @@ def test_the_program_prints_and_writes(tmp_path):
     assert done.code == 0, done.stderr
     assert output.read_text().endswith(done.stdout)
     assert len(re.findall(r"^\| (?:AA|DEC|UNI|PM)-\d\d ", done.stdout, re.MULTILINE)) == 91
+
+
+def test_every_mixer_is_an_instance_of_the_family():
+    """UNI-01: one row for each part of each mixer, with nothing left out."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in family().splitlines()[2:]]
+    assert list(dict.fromkeys(row[0] for row in rows)) == list(MIXERS)
+    assert all(len(row) == 6 and all(row) for row in rows)

@@ -8,7 +8,7 @@ from flax import nnx
 from aamoe_jax.config import ModelConfig, MoEConfig
 from aamoe_jax.layers import merge_heads, rotate_heads
 from aamoe_jax.mixers.base import Context, causal_mask
-from aamoe_jax.mixers.family import head_scores, softmax_selected, top_selected, weighted_sum
+from aamoe_jax.mixers.family import head_scores, softmax_selected, top_selected
 from aamoe_jax.mixers.registry import build_mixer
 
 LENGTH = 8
@@ -23,7 +23,7 @@ def test_uni_01_06_07_attention_sums_over_tokens_that_came_before():
     turn = CONTEXT.turns(CONFIG).heads
     candidates, scores = value, head_scores(rotate_heads(query, turn), rotate_heads(key, turn))
     coefficients = softmax_selected(scores, causal_mask(CONTEXT.segment_ids)[:, None])
-    heads = weighted_sum(coefficients, candidates.swapaxes(1, 2)).swapaxes(1, 2)
+    heads = (coefficients @ candidates.swapaxes(1, 2)).swapaxes(1, 2)
     np.testing.assert_allclose(part(H, CONTEXT)[0], part.output(merge_heads(heads)), atol=2e-6)
 
 
@@ -34,5 +34,5 @@ def test_uni_01_06_07_a_mixture_sums_over_the_best_experts():
     )
     scores = part.router(H, CONTEXT)
     coefficients = softmax_selected(scores, top_selected(scores, 2))
-    found = weighted_sum(coefficients[..., None, :], candidates)[..., 0, :]
+    found = (coefficients[..., None, :] @ candidates)[..., 0, :]
     np.testing.assert_allclose(part(H, CONTEXT)[0], found, atol=2e-6)
