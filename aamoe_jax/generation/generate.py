@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from aamoe_jax.config import ConfigError
+from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.generation.decoder import Decoder
-from aamoe_jax.generation.sampling import Sampling
+from aamoe_jax.generation.sampling import NO_TOKEN, Sampling
 
 Tokens = Int[np.ndarray, "_"]
 Stop = tuple[int, ...]
@@ -36,7 +36,8 @@ def stream(
       budget_scale: the dial of the AA-MoE layers.
 
     Raises:
-      ConfigError: for prompts that are empty or do not fit, empty stops, and scales out of range.
+      ConfigError: for prompts that are empty or do not fit, empty stops, and scales out of range; and on the way where
+        logits are no numbers, as those of a filtered cache that is full.
     """
     decoder.check_scale(budget_scale)
     lengths = [len(prompt) for prompt in prompts]
@@ -73,11 +74,20 @@ def _stream(
             continue
         tokens = np.asarray(pending.pop(0)).tolist()
         alive = [not ending.reached for ending in endings]
+        if any(token == NO_TOKEN and live for token, live in zip(tokens, alive, strict=True)):
+            raise ConfigError(_no_token(decoder.plan.config, step - 1))
         yield [token if live else None for token, live in zip(tokens, alive, strict=True)]
         for token, ending in zip(tokens, endings, strict=True):
             ending.see(token)
         if all(ending.reached for ending in endings):
             return
+
+
+def _no_token(config: ModelConfig, new_tokens: int) -> str:
+    if config.layers_of("filtered_attention"):
+        room = config.attention.filter_room
+        return f"AttentionConfig.filter_room = {room}: a head kept more keys than that, after {new_tokens} new tokens"
+    return f"the model's logits are no numbers, after {new_tokens} new tokens"
 
 
 class _Ending:

@@ -14,6 +14,9 @@ from jaxtyping import Array, Float, Int, Key
 
 from aamoe_jax.config import ConfigError
 
+NO_TOKEN = -1
+"""Drawn where logits are no numbers: caches had no room for what the model keeps, or training came to nothing."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -39,14 +42,15 @@ class Sampling:
 
 
 def draw(logits: Float[Array, "b V"], keys: Key[Array, "b"], sampling: Sampling) -> Int[Array, "b"]:
-    """One token per row, each with a key of its own."""
+    """One token per row, each with a key of its own; `NO_TOKEN` where logits are no numbers."""
+    spoiled = jnp.isnan(logits).any(-1)
     if sampling.vocab_size is not None:
         logits = jnp.where(jnp.arange(logits.shape[-1]) < sampling.vocab_size, logits, -jnp.inf)
     if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return jnp.where(spoiled, NO_TOKEN, jnp.argmax(logits, axis=-1).astype(jnp.int32))
     # The best at 0: no temperature, however small, then makes an infinity of it.
     logits = truncate((logits - logits.max(-1, keepdims=True)) / max(sampling.temperature, 1e-30), sampling)
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    return jnp.where(spoiled, NO_TOKEN, jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32))
 
 
 def truncate(logits: Float[Array, "b V"], sampling: Sampling) -> Float[Array, "b V"]:

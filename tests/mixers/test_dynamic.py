@@ -14,9 +14,11 @@ import pytest
 from flax import nnx
 
 from aamoe_jax.analysis import clusters
-from aamoe_jax.config import AttentionConfig, ModelConfig
+from aamoe_jax.config import AttentionConfig, ConfigError, ModelConfig
 from aamoe_jax.cost import parameter_count
 from aamoe_jax.generation.decoder import Decoder
+from aamoe_jax.generation.generate import stream
+from aamoe_jax.generation.sampling import Sampling
 from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.clustered import ClusteredAttention
@@ -168,6 +170,10 @@ class TestPM10:
         assert jnp.isfinite(state.logits[0]).all()
         assert jnp.isnan(state.logits[1]).all()
         np.testing.assert_array_equal(state.caches[0][0]["attention"].overflow.reshape(2, 4), [[0] * 4, [1] * 4])
+        steps = stream(decoder, list(np.asarray(tokens_of(1, 3))), new_tokens=4, sampling=Sampling(temperature=0.0))
+        assert 0 <= next(steps)[0] < config.vocab_size
+        with pytest.raises(ConfigError, match=r"filter_room = 0\.5: a head kept more keys than that"):
+            list(steps)
 
     def test_a_learned_filter_learns_to_drop_noise(self):
         """Half the tokens are the wanted one, half are noise, which queries and keys of 0 cannot tell apart."""
