@@ -114,7 +114,11 @@ STUDIES: Mapping[str, Study] = {
         "Three questions to attention as a network of tokens (PM-15)",
         {
             "attention": stack(STANDARD),
-            "half the messages": stack("filtered_attention+feed_forward"),
+            "the longer messages": stack(
+                "filtered_attention+feed_forward",
+                "AttentionConfig.filter = 'message_norm'",
+                "AttentionConfig.filter_threshold = 1.0",
+            ),
             "a quarter of the clusters": stack(
                 "clustered_attention+feed_forward", "AttentionConfig.clusters = 16", "AttentionConfig.clusters_kept = 4"
             ),
@@ -122,7 +126,7 @@ STUDIES: Mapping[str, Study] = {
             "a square root": stack("sqrt_attention+feed_forward"),
         },
         [
-            Claim("does every head need a message of every token?", "attention", "half the messages"),
+            Claim("does every head need a message of every token?", "attention", "the longer messages"),
             Claim("does it have to be compared with each?", "attention", "a quarter of the clusters"),
             Claim("are gates better than normalisation?", "gates", "attention"),
             Claim("is normalisation by a square root enough?", "a square root", "attention"),
