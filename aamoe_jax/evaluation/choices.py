@@ -124,9 +124,10 @@ def _item(line: str, where: str) -> Item:
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{where}: {wanted} ({type(error).__name__}: {error})") from error
     texts = (item.context, *item.choices)
-    if not all(isinstance(text, str) and text for text in texts) or len(item.choices) < 2:
+    is_list = isinstance(found["choices"], list)  # a string would be as many choices as it has letters
+    if not (is_list and len(texts) > 2 and all(isinstance(text, str) and text for text in texts)):
         raise ConfigError(f"{where}: {wanted}, no text of it empty")
-    if not (isinstance(item.answer, int) and 0 <= item.answer < len(item.choices)):
+    if not (type(item.answer) is int and 0 <= item.answer < len(item.choices)):
         raise ConfigError(f"{where}: answer = {item.answer!r}: must be the place of a choice, counted from 0")
     return item
 

@@ -54,6 +54,8 @@ class TestDEC23:
             ("{", r"items.jsonl:1: wanted .*JSONDecodeError"),
             ('{"context": "a", "choices": ["b", "c"]}', r":1: wanted .*KeyError: 'answer'"),
             ('{"context": "a", "choices": ["b"], "answer": 0}', "no text of it empty"),
+            ('{"context": "a", "choices": "yes", "answer": 0}', r'wanted .*"choices": \["..."'),
+            ('{"context": "a", "choices": ["b", "c"], "answer": true}', "answer = True: must be the place of a choice"),
             ('{"context": "a", "choices": ["b", "c"], "answer": 2}', "answer = 2: must be the place of a choice"),
         ):
             path.write_text(line)
