@@ -45,22 +45,20 @@ def clustered(config: ModelConfig, count: int, kept: int) -> ModelConfig:
 
 def renamed(params: Params, config: ModelConfig, name: MixerName) -> Params:
     """Parameters of standard attention as those of another mixer that has the same."""
-    old = [f"{index}_{mixer}" for index, (_, mixer) in enumerate(config.mixers)]
-    new = [f"{index}_{name if mixer == STANDARD else mixer}" for index, (_, mixer) in enumerate(config.mixers)]
-    blocks = params["periods"]["blocks"]
-    return params | {"periods": {"blocks": {after: blocks[before] for before, after in zip(old, new, strict=True)}}}
+    new, blocks = _names_with(name, config), params["periods"]["blocks"]
+    return params | {"periods": {"blocks": {new.get(old, old): block for old, block in blocks.items()}}}
 
 
 def with_centroids(params: Params, config: ModelConfig, tokens: Int[Array, "b L"], count: int) -> Params:
     """Parameters of standard attention as those of clustered attention: k-means over what every head's keys are on
     these tokens, each row one document."""
     found: dict[str, list[np.ndarray]] = {}
+    new = _names_with("clustered_attention", config)
     for name, block, h, _ in inputs_of_blocks(params, config, tokens):
-        if name.endswith(f"_{STANDARD}"):
+        if name in new:
             keys = block.mixer.parts["attention"].qkv.grouped(h)[1]
             flat = np.asarray(keys.reshape(-1, *keys.shape[2:]), np.float32)
-            renaming = name.replace(STANDARD, "clustered_attention")
-            found.setdefault(renaming, []).append(clusters.centroids_of_keys(flat, count))
+            found.setdefault(new[name], []).append(clusters.centroids_of_keys(flat, count))
     params = renamed(params, config, "clustered_attention")
     blocks = dict(params["periods"]["blocks"])
     for name, centroids in found.items():
@@ -142,6 +140,11 @@ def _evaluated(
     params: Params, config: ModelConfig, batches: Sequence[Batch], byte_lengths: Int[np.ndarray, "V"]
 ) -> Evaluation:
     return evaluate(structure(config), params, config, batches, byte_lengths, budget=causal_budget(config))
+
+
+def _names_with(name: MixerName, config: ModelConfig) -> dict[str, str]:
+    """What blocks of standard attention are called once it is another mixer, by what they are called now."""
+    return {f"{at}_{STANDARD}": f"{at}_{name}" for at, (_, mixer) in enumerate(config.mixers) if mixer == STANDARD}
 
 
 def _with_attention(config: ModelConfig, name: MixerName) -> ModelConfig:
