@@ -75,13 +75,14 @@ def inputs_of_blocks(
     graphdef, stacked = nnx.split(model.periods)
     x, dials = model.embed(tokens), dials_of_periods(config)
     rows = dataclasses.replace(Context.of_rows(config, *tokens.shape), budget=causal_budget(config))
-    context = dataclasses.replace(rows, embedded=x, fixed=model.fixed_streams(tokens.shape[1]))
+    context, fixed = dataclasses.replace(rows, embedded=x), model.fixed_streams(tokens.shape[1])
     for period in range(config.periods):
         params_here, dials_here = jax.tree.map(lambda leaf, at=period: leaf[at], (stacked, dials))
         blocks = nnx.merge(graphdef, params_here).blocks
         for (name, block), at in zip(blocks.items(), dials_here.of_blocks(context), strict=True):
+            at = dataclasses.replace(at, fixed=fixed)
             yield name, block, block.norm(x), at
-            x = block(x, at)[0]
+            x, fixed = block(x, at)[0], block.advance(at)
 
 
 def recall(params: Params, config: ModelConfig, tokens: Int[Array, "b L"]) -> Float[np.ndarray, "layers C"]:
