@@ -247,7 +247,8 @@ class ModelConfig:
     """Hidden width of feed-forwards and of All-Attention's memory. None: 4 * d_model; of a SwiGLU, with its third
     matrix, 8/3 d_model."""
     depth_capacity: float = 0.125
-    """Of `mixture_of_depths`: the share of a row's tokens that goes through the layer."""
+    """Of `mixture_of_depths`: the share of a row's tokens that goes through the layer, where BudgetConfig.normalizer is
+    `row`. With `prefix` its predictor chooses while it trains, too, and nothing bounds the share."""
     norm: Literal["rms", "layer"] = "rms"
     qk_norm: Literal["none", "rms"] = "rms"
     rope_base: float = 10_000.0
@@ -276,8 +277,8 @@ class ModelConfig:
                 self, "d_model", f"d_model / num_heads = {self.head_dim} must be even (rotary positions turn pairs)"
             )
         self._expand_pattern()
-        if self.num_heads % self.kv_heads:
-            _refuse(self, "num_kv_heads", f"must divide num_heads = {self.num_heads}")
+        if self.kv_heads < 1 or self.num_heads % self.kv_heads:
+            _refuse(self, "num_kv_heads", f"must divide num_heads = {self.num_heads}, or be None for as many")
         if self.d_ff is not None and self.d_ff < 1:
             _refuse(self, "d_ff", "must be at least 1, or None for 4 * d_model")
         if not 0 < self.depth_capacity <= 1:

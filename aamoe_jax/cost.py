@@ -38,10 +38,10 @@ PEAK_FLOPS = {
 
 
 def aamoe_flops_per_token(config: ModelConfig, length: int) -> int:
-    """Projections 8 d^2, router 2 d^2 + 2 d (E + l + 1), budget 2 d, predictor; the pairs come on top."""
+    """Projections 4 d (d + d_kv), router 2 d^2 + 2 d (E + l + 1), budget 2 d, predictor; the pairs come on top."""
     layer, d = config.aamoe, config.d_model
     chunks = -(-length // layer.chunk_size)
-    flops = 8 * d**2 + 2 * d**2 + 2 * d * (layer.num_experts + chunks) + 4 * d
+    flops = 4 * d * (d + config.kv_heads * config.head_dim) + 2 * d**2 + 2 * d * (layer.num_experts + chunks) + 4 * d
     if layer.budget.normalizer == "row":
         flops += 2 * layer.budget.predictor_width * (d + 1)
     return flops
@@ -115,10 +115,14 @@ def experts_flops_per_token(config: ModelConfig, name: str) -> int:
 
 
 def mixture_of_depths_flops_per_token(config: ModelConfig, length: int) -> int:
-    """The parallel layer for the tokens that go through, among themselves; router and predictor for all."""
-    capacity, width = config.depth_capacity, config.aamoe.budget.predictor_width
-    through = capacity * parallel_flops_per_token(config, math.ceil(capacity * length))
-    return round(through) + 2 * config.d_model * (width + 1) + 2 * width
+    """Router and predictor for all tokens, and the layer for those that are meant to go through."""
+    width = config.aamoe.budget.predictor_width
+    return round(through_flops(config, length, config.depth_capacity)) + 2 * config.d_model * (width + 1) + 2 * width
+
+
+def through_flops(config: ModelConfig, length: int, share: float) -> float:
+    """Per token of the row: the parallel layer for a share of its tokens, among themselves."""
+    return share * parallel_flops_per_token(config, math.ceil(share * length))
 
 
 MIXER_FLOPS: dict[str, Callable[[ModelConfig, int], int]] = {
@@ -154,8 +158,8 @@ def forward_flops(config: ModelConfig, rows: int, length: int, statistics: Stati
     """FLOPs of one forward pass over rows x length tokens.
 
     Args:
-      statistics: what `LanguageModel` returned for them: pairs really given, and experts that really computed. Without
-        them no pairs are counted, and the experts that tokens are meant to have.
+      statistics: what `LanguageModel` returned for them: pairs really given, experts that really computed, tokens that
+        really went through. Without them no pairs are counted, and of the others what is meant.
     """
     mixers = sum(MIXER_FLOPS[name](config, length) for _, name in config.mixers)
     per_token = mixers * config.periods + 2 * config.d_model * config.vocab_size
@@ -165,6 +169,10 @@ def forward_flops(config: ModelConfig, rows: int, length: int, statistics: Stati
     if "moe_load" in statistics:
         meant = config.periods * sum(experts_per_token(config, name) for _, name in config.mixers if name in MIXTURES)
         flops += (float(np.sum(statistics["moe_load"])) - rows * length * meant) * flops_per_expert(config)
+    if "depth_tokens" in statistics:
+        meant = through_flops(config, length, config.depth_capacity)
+        shares = np.asarray(statistics["depth_through"]) / np.maximum(np.asarray(statistics["depth_tokens"]), 1)
+        flops += rows * length * sum(through_flops(config, length, float(share)) - meant for share in shares)
     return flops
 
 
@@ -184,9 +192,10 @@ def decode_bytes(config: ModelConfig, context: int, pairs: float) -> float:
       KeyError: for a stack of other mixers than `aamoe` and `parallel`.
     """
     d, layer, size = config.d_model, config.aamoe, jnp.dtype(config.dtype).itemsize
-    dense = 4 * (4 * d**2 + 2 * d * config.ff_width) + 2 * size * d * context
+    kv = config.kv_heads * config.head_dim
+    dense = 4 * (2 * d * (d + kv) + 2 * d * config.ff_width) + 2 * size * kv * context
     # W^Q, W^K, W^V, W^O, W_c; the scores read every expert's embedding and every chunk's key.
-    aamoe = 4 * (5 * d**2 + d * layer.num_experts + d * -(-context // layer.chunk_size))
+    aamoe = 4 * (2 * d * (d + kv) + d**2 + d * layer.num_experts + d * -(-context // layer.chunk_size))
     if layer.budget.normalizer == "row":
         aamoe += 4 * layer.budget.predictor_width * (d + 2)
     rows = {"aamoe": aamoe, "parallel": dense}

@@ -67,6 +67,8 @@ class TestRefusals:
             (ModelConfig, {"pattern": ()}, "pattern", "must name at least one mixer"),
             (ModelConfig, {"pattern": ("dense",)}, "pattern", "'dense' is no mixer; there are aamoe, "),
             (ModelConfig, {"pattern": ("aamoe",) * 3}, "pattern", "comes to 3 layers, which do not divide num_layers"),
+            (ModelConfig, {"num_kv_heads": 0}, "num_kv_heads", "must divide num_heads = 4"),
+            (ModelConfig, {"num_kv_heads": 3}, "num_kv_heads", "must divide num_heads = 4"),
             (ModelConfig, {"d_ff": 0}, "d_ff", "must be at least 1, or None for 4 * d_model"),
             (ModelConfig, {"norm": "batch"}, "norm", "must be one of 'rms', 'layer'"),
             (ModelConfig, {"dtype": "float16"}, "dtype", "must be one of 'float32', 'bfloat16'"),

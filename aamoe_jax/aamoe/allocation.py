@@ -84,11 +84,13 @@ def purchase(ranking: Ranking, budget: Float[Array, "b L"], count: Int[Array, "b
     return Purchase(count, budget[..., None], jnp.arange(1, ranking.scores.shape[-1] + 1))
 
 
-def purchase_at(prices: Float[Array, "b L K"], budget: Float[Array, "b L"], purse: Int[Array, "b L"]) -> Purchase:
-    """The longest prefix of the ranked whose prices add up to no more than `purse` (AA-39)."""
+def purchase_at(
+    prices: Float[Array, "b L K"], budget: Float[Array, "b L"], purse: Int[Array, "b L"], most: Int[Array, "b L"]
+) -> Purchase:
+    """The longest prefix of the ranked whose prices add up to no more than `purse` (AA-39), of at most `most` items."""
     cost = jnp.cumsum(prices, axis=-1)
     slots = jnp.arange(1, prices.shape[-1] + 1)
-    count = ((cost <= purse[..., None] + 1e-4) & (slots <= purse[..., None])).sum(-1)
+    count = ((cost <= purse[..., None] + 1e-4) & (slots <= most[..., None])).sum(-1)
     return Purchase(count, budget[..., None], cost)
 
 
@@ -106,7 +108,7 @@ def rank(choices: Choices, chunk: Int[Array, "b L"], count: Int[Array, "b L"], s
 
 
 def shares(
-    choices: Choices, count: Int[Array, "b L"], share: float, num_experts: int
+    choices: Choices, purse: Int[Array, "b L"], share: float, num_experts: int
 ) -> list[tuple[Choices, Int[Array, "b L"]]]:
     """Chunks and experts apart, and how many of each a token gets; what one kind leaves over, the other does not get.
 
@@ -114,9 +116,9 @@ def shares(
     """
     (chunks, rows), (open_chunks, open_rows) = choices.kinds(num_experts)
     local = 0 if choices.local is None else 1
-    for_experts = jnp.clip(jnp.floor(share * count + 1e-4).astype(jnp.int32), 0, jnp.maximum(count - local, 0))
+    for_experts = jnp.clip(jnp.floor(share * purse + 1e-4).astype(jnp.int32), 0, jnp.maximum(purse - local, 0))
     experts = jnp.minimum(for_experts, open_rows.sum(-1))
-    context = jnp.minimum(count - for_experts, open_chunks.sum(-1) + local)
+    context = jnp.minimum(purse - for_experts, open_chunks.sum(-1) + local)
     return [
         (choices._replace(scores=chunks, available=open_chunks), context),
         (choices._replace(scores=rows, available=open_rows, local=None), experts),

@@ -43,6 +43,9 @@ from pallas_kernels.block_sparse_attention import (
     paged_attention,
 )
 
+UNBOUNDED = 2**30
+"""More than any budget."""
+
 
 class AAMoELayer(nnx.Module):
     """Every token attends to the B_i resources that its budget affords, chunks and experts alike, in one call (AA-41).
@@ -121,12 +124,12 @@ class AAMoELayer(nnx.Module):
         chunk_segment = resources.chunk_ends(context.segment_ids, m)
         chunks = resources.available_chunks(chunk, context.segments_here, chunk_segment)
         choices = self._choices(*scores, chunk, chunks, context)
-        budget, count, about = self._budgets(h, choices.most, context)
-        ranking, bought = self._buy(choices, chunk, budget, count, context)
+        budget, purse, about = self._budgets(h, self._largest_purse(choices, context), context)
+        ranking, bought = self._buy(choices, chunk, budget, purse, context)
         if context.detail == "resources":
             # The log probability of unused slots is set to 0, so that theirs reads 1: it means nothing.
             about["probability"] = jnp.exp(allocation_lib.allocate(ranking, bought, "normalized").log_prob)
-        return allocation_lib.allocate(ranking, bought, self._bias_scale), about | {"paid": count}
+        return allocation_lib.allocate(ranking, bought, self._bias_scale), about | {"paid": purse}
 
     def _choices(
         self,
@@ -158,31 +161,43 @@ class AAMoELayer(nnx.Module):
         choices = Choices(scores, available, local_scores if self._local_first else None, most)
         return choices.learning_from(layer.signal, layer.num_experts)
 
+    def _largest_purse(self, choices: Choices, context: Context) -> Int[Array, "b L"]:
+        """The most that a budget is worth before anything is bought: the rest is not spent."""
+        budget = self.config.aamoe.budget
+        if budget.expert_price != 1:  # it pays for prices, not for a number of resources
+            return jnp.full_like(choices.most, UNBOUNDED)
+        if budget.expert_share is not None:  # each kind has its share of it, whatever there is of the other
+            return jnp.full_like(choices.most, self._most(UNBOUNDED, context))
+        return choices.most
+
     def _buy(
         self,
         choices: Choices,
         chunk: Int[Array, "b L"],
         budget: Float[Array, "b L"],
-        count: Int[Array, "b L"],
+        purse: Int[Array, "b L"],
         context: Context,
     ) -> tuple[Ranking, Purchase]:
-        """What every token can have, best first, and how much of it its budget buys."""
+        """What every token can have, best first, and how much of it its purse buys: its budget, floored and capped."""
         layer, slots = self.config.aamoe, self._slots(choices.scores.shape[-1], context.max_scale)
         price, share = layer.budget.expert_price, layer.budget.expert_share
         num_chunks = choices.scores.shape[-1] - layer.num_experts
         partition = None
         if self._bias_scale == "normalized" or context.detail == "resources":
             partition = allocation_lib.log_partition(choices.scores, choices.available, choices.local)
+            if layer.signal == "separate":  # each kind adds up to 1 as it is
+                partition = jnp.zeros_like(partition)
         if share is not None:
-            kinds = allocation_lib.shares(choices, count, share, layer.num_experts)
+            kinds = allocation_lib.shares(choices, purse, share, layer.num_experts)
             ranked = [Kind(allocation_lib.rank(kind, chunk, most, slots), most) for kind, most in kinds]
             ranking, bought = allocation_lib.one_after_the_other(*ranked, budget, share, slots, num_chunks)
             return ranking._replace(log_partition=partition), bought
-        ranking = allocation_lib.rank(choices, chunk, count, slots)._replace(log_partition=partition)
+        most = jnp.minimum(purse, choices.most)
+        ranking = allocation_lib.rank(choices, chunk, most, slots)._replace(log_partition=partition)
         if price == 1:
-            return ranking, allocation_lib.purchase(ranking, budget, count)
+            return ranking, allocation_lib.purchase(ranking, budget, most)
         prices = jnp.where(ranking.resource >= num_chunks, price, 1.0)
-        return ranking, allocation_lib.purchase_at(prices, budget, count)
+        return ranking, allocation_lib.purchase_at(prices, budget, purse, most)
 
     def _budgets(
         self, h: Float[Array, "b n d"], most: Int[Array, "b n"], context: Context
@@ -370,8 +385,8 @@ class AAMoELayer(nnx.Module):
         query_router, expert_scores, local_scores = self.router.project(h, turn)
         chunk_scores = cache.chunk_scores(query_router)
         choices = self._choices(chunk_scores, expert_scores, local_scores, chunk, completed, context)
-        budget, count, cache = self._next_budget(h, choices.most, context, cache)
-        allocation = allocation_lib.allocate(*self._buy(choices, chunk, budget, count, context), self._bias_scale)
+        budget, purse, cache = self._next_budget(h, self._largest_purse(choices, context), context, cache)
+        allocation = allocation_lib.allocate(*self._buy(choices, chunk, budget, purse, context), self._bias_scale)
         output, lse = paged_attention(
             rotate_heads(query, turn_heads)[:, 0],
             query[:, 0],

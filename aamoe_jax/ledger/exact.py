@@ -280,7 +280,7 @@ def attended(at: Setting) -> Attended:
     most = min(resources + local, layer.max_resources or resources + local)
     if layer.local != "window":
         return Attended(0, min(at.config.betas[0], most), most)
-    return Attended(2 * layer.chunk_size, min(at.config.betas[0], most) - 1, most - 1)
+    return Attended(2 * layer.chunk_size, max(min(at.config.betas[0], most) - 1, 0), most - 1)
 
 
 def aamoe(at: Setting) -> Costs:

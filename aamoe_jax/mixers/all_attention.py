@@ -16,6 +16,7 @@ from aamoe_jax.mixers.parts import Part
 from aamoe_jax.shards import RESOURCE
 
 Heads = Float[Array, "b _ H k"]
+Groups = Float[Array, "b _ G k"]
 
 
 def joint_attention(
@@ -65,7 +66,7 @@ class AllAttention(Part):
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         shards = context.shards
         query, turned, key, value = self._rotated(h, context)
-        key, value = (shards.gather(x, RESOURCE) for x in (key, value))
+        key, value = (jnp.repeat(shards.gather(x, RESOURCE), self.qkv.group, axis=-2) for x in (key, value))
         mask = shards.part(causal_mask(context.segment_ids), RESOURCE)
         heads = joint_attention(turned, key, value, query, *self._memory(h.dtype), mask)
         return self.output(merge_heads(heads)), {}
@@ -101,8 +102,8 @@ class AllAttention(Part):
         )
         return self.qkv.norm_key(keys), values
 
-    def _rotated(self, h: Float[Array, "b L d"], context: Context) -> tuple[Heads, Heads, Heads, Heads]:
-        """Queries, queries and keys turned to their positions, values."""
-        query, key, value = self.qkv(h)
+    def _rotated(self, h: Float[Array, "b L d"], context: Context) -> tuple[Heads, Heads, Groups, Groups]:
+        """Queries, queries and keys turned to their positions, values; keys and values once for a group of heads."""
+        query, key, value = self.qkv.grouped(h)
         turn = context.turns(self.config).heads_here(context.shards)
         return query, rotate_heads(query, turn), rotate_heads(key, turn), value

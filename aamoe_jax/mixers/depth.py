@@ -35,19 +35,29 @@ class DepthCache(NamedTuple):
     count: Int[Array, "b"]
 
 
+class TokenPredictor(nnx.Module):
+    """The logit of being among the best of the row, from the token alone. To guess never changes what is guessed."""
+
+    def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs):
+        axes = ("storage_float32", None)
+        self.hidden = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (width, hidden)), axes=axes)
+        self.output = nnx.Param(hidden**-0.5 * jax.random.normal(rngs.params(), (hidden,)), axes=(None,))
+
+    def __call__(self, h: Float[Array, "b n d"]) -> Float[Array, "b n"]:
+        h = jax.lax.stop_gradient(h).astype(jnp.float32)
+        return jax.nn.relu(h @ self.hidden[...]) @ self.output[...]
+
+
 class MixtureOfDepths(nnx.Module):
     """r_i (MHA(h) + FF(h))_i for the tokens that were chosen, 0 for the others."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
-        width, hidden = config.d_model, config.aamoe.budget.predictor_width
+        width = config.d_model
         self.attention = CausalAttention(config, rngs=rngs)
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.router = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (width,)), axes=(None,))
-        self.hidden = nnx.Param(
-            width**-0.5 * jax.random.normal(rngs.params(), (width, hidden)), axes=("storage_float32", None)
-        )
-        self.predictor = nnx.Param(hidden**-0.5 * jax.random.normal(rngs.params(), (hidden,)), axes=(None,))
+        self.predictor = TokenPredictor(width, config.aamoe.budget.predictor_width, rngs=rngs)
 
     @staticmethod
     def form() -> Form:
@@ -58,14 +68,16 @@ class MixtureOfDepths(nnx.Module):
 
     def __call__(self, h: Float[Array, "b n d"], context: Context) -> tuple[Float[Array, "b n d"], Statistics]:
         shards = context.shards
-        weight, guess = self._weights(h), self._guess(h)
+        weight, guess = self._weights(h), self.predictor(h)
         weight_of_row = shards.gather(weight, TOKENS)
         best = self._best(weight_of_row, context.segment_ids > 0)
         chosen = best if context.budget == "row" else shards.gather(guess, TOKENS) > 0
         room = self._room(chosen.shape[1]) if context.budget == "row" else chosen.shape[1]
-        through = self._through(shards.gather(h, TOKENS), chosen & (context.segment_ids > 0), room, context)
+        chosen &= context.segment_ids > 0
+        through = self._through(shards.gather(h, TOKENS), chosen, room, context)
         output = shards.scatter_sum(shards.part(through, RESOURCE), TENSOR)
-        return output * weight[..., None].astype(h.dtype), self._statistics(guess, shards.part(best, TOKENS), context)
+        about = self._statistics(guess, shards.part(best, TOKENS), shards.part(chosen, TOKENS), context.real)
+        return output * weight[..., None].astype(h.dtype), about
 
     def empty_cache(self, rows: int, length: int) -> DepthCache:
         """Room for `length` tokens in every row."""
@@ -73,7 +85,7 @@ class MixtureOfDepths(nnx.Module):
 
     def fill(self, h: Float[Array, "b L d"], context: Context, cache: DepthCache) -> DepthCache:
         """The cache after a prompt: of the tokens that the predictor chooses."""
-        chosen = (self._guess(h) > 0) & context.real
+        chosen = (self.predictor(h) > 0) & context.real
         taken, inner, _ = self._take(h, chosen, h.shape[1], context)
         return DepthCache(self.attention.fill(taken, inner, cache.attention), chosen.sum(-1).astype(jnp.int32))
 
@@ -81,7 +93,7 @@ class MixtureOfDepths(nnx.Module):
         self, h: Float[Array, "b 1 d"], context: Context, cache: DepthCache
     ) -> tuple[Float[Array, "b 1 d"], DepthCache]:
         """One more token in every row; it is written where the last that went through left off."""
-        chosen = self._guess(h)[:, 0] > 0
+        chosen = self.predictor(h)[:, 0] > 0
         inner = dataclasses.replace(context, positions=cache.count[:, None], known_turns=self._turns(context.positions))
         attended, after = self.attention.decode(h, inner, cache.attention)
         output = (attended + self.feed_forward(h, inner)[0]) * self._weights(h)[..., None].astype(h.dtype)
@@ -125,11 +137,6 @@ class MixtureOfDepths(nnx.Module):
     def _weights(self, h: Float[Array, "b n d"]) -> Float[Array, "b n"]:
         return h.astype(jnp.float32) @ self.router[...]
 
-    def _guess(self, h: Float[Array, "b n d"]) -> Float[Array, "b n"]:
-        """Logit of being among the best of the row. Gradients stop at h: to guess never changes what is guessed."""
-        h = jax.lax.stop_gradient(h).astype(jnp.float32)
-        return jax.nn.relu(h @ self.hidden[...]) @ self.predictor[...]
-
     def _room(self, length: int) -> int:
         return max(1, math.ceil(self.config.depth_capacity * length))
 
@@ -139,8 +146,14 @@ class MixtureOfDepths(nnx.Module):
         rank = jnp.argsort(order, axis=1)
         return (rank < self._room(weight.shape[1])) & real
 
-    def _statistics(self, guess: Float[Array, "b n"], best: Bool[Array, "b n"], context: Context) -> Statistics:
-        """Sums over real tokens: the predictor's cross-entropy, how many are the best, on how many both agree."""
-        loss = jnp.where(context.real, jax.nn.softplus(jnp.where(best, -guess, guess)), 0).sum()
-        counts = {"depth_tokens": context.real, "depth_best": best, "depth_agree": ((guess > 0) == best) & context.real}
+    def _statistics(
+        self,
+        guess: Float[Array, "b n"],
+        best: Bool[Array, "b n"],
+        through: Bool[Array, "b n"],
+        real: Bool[Array, "b n"],
+    ) -> Statistics:
+        """Sums over real tokens: the predictor's cross-entropy, how many went through, on how many it knew the best."""
+        loss = jnp.where(real, jax.nn.softplus(jnp.where(best, -guess, guess)), 0).sum()
+        counts = {"depth_tokens": real, "depth_through": through, "depth_agree": ((guess > 0) == best) & real}
         return {"predictor_loss": loss} | {name: x.sum().astype(jnp.float32) for name, x in counts.items()}

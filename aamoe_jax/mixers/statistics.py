@@ -15,7 +15,7 @@ from aamoe_jax.mixers.base import Statistics
 SHARES = {
     "neurons_kept": ("neurons_added", "neurons_offered"),
     "pairs_kept": ("pairs_compared", "pairs_offered"),
-    "depth_chosen": ("depth_best", "depth_tokens"),
+    "depth_chosen": ("depth_through", "depth_tokens"),
     "depth_predicted": ("depth_agree", "depth_tokens"),
 }
 """Figures that are one count over another."""

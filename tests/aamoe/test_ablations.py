@@ -48,6 +48,17 @@ class TestAA23:
         np.testing.assert_allclose(jnp.where(expert, probability, 0).sum(-1), 1, atol=1e-5)
         np.testing.assert_allclose(jnp.where(expert, 0, probability).sum(-1), 1, atol=1e-5)
 
+    def test_separate_probabilities_are_not_normalised_again_beside_a_null_slot(self):
+        """P of each kind adds up to 1 with a null slot, where the bias is normalised, as it does without."""
+        config = model_config(
+            signal="separate", beta=1000.0, slack=10_000, importance="uniform", null_slot="learned", local="none"
+        )
+        allocation, _ = allocated(config)
+        used = jnp.arange(allocation.resource.shape[-1]) < allocation.count[..., None]
+        total = jnp.where(used, jnp.exp(allocation.log_prob), 0.0).sum(-1)[0]
+        np.testing.assert_allclose(total[:M], 1, atol=1e-5)  # experts alone
+        np.testing.assert_allclose(total[M:], 2, atol=1e-5)  # and chunks
+
 
 class TestAA32:
     def test_uniform_budgets_are_beta_whatever_the_importance(self):
@@ -68,6 +79,14 @@ class TestAA32:
             wanted = [i // M, *ranked[ranked < chunks][:context], *ranked[ranked >= chunks][:experts]]
             assert resource.tolist() == wanted, i
         assert float(about["pairs_expert"]) == LENGTH * experts
+
+    def test_context_that_is_not_there_takes_no_expert_away(self):
+        config = model_config(importance="uniform", beta=8.0, expert_share=0.5)
+        allocation, _ = allocated(config)
+        slots = jnp.arange(allocation.resource.shape[-1])
+        used = (slots < allocation.count[..., None]) & (slots > 0)  # beside the window
+        experts = (used & (allocation.resource >= LENGTH // M)).sum(-1)
+        assert (experts == 4).all()
 
     def test_each_is_paid_from_its_own_share(self):
         config = model_config(importance="uniform", beta=6.0, expert_share=0.5, local="none", bias="log_prob")
@@ -94,7 +113,7 @@ class TestAA39:
     def test_affordability_is_of_the_cumulative_price(self):
         ranking = Ranking(jnp.zeros((1, 1, 4)), jnp.arange(4)[None, None], None)
         prices = jnp.array([[[1.0, 2.5, 1.0, 1.0]]])
-        bought = purchase_at(prices, jnp.full((1, 1), 4.7), jnp.full((1, 1), 4))
+        bought = purchase_at(prices, jnp.full((1, 1), 4.7), jnp.full((1, 1), 4), jnp.full((1, 1), 4))
         assert bought.count.tolist() == [[2]]
         found = allocate(ranking, bought).log_prob[0, 0]
         np.testing.assert_allclose(found[:2], jax.nn.log_sigmoid(jnp.array([3.7, 1.2])), rtol=1e-6)
@@ -107,9 +126,16 @@ class TestAA39:
         )
         budget = jnp.asarray(random.uniform(0, 6, (2, 9)), jnp.float32)
         count = jnp.minimum(jnp.floor(budget).astype(jnp.int32), 5)
-        priced = allocate(ranking, purchase_at(jnp.ones((2, 9, 5)), budget, count))
+        priced = allocate(ranking, purchase_at(jnp.ones((2, 9, 5)), budget, count, count))
         plain = allocate(ranking, purchase(ranking, budget, count))
         jax.tree.map(np.testing.assert_array_equal, priced, plain)
+
+    @pytest.mark.parametrize("most", [None, 4])
+    def test_a_budget_pays_for_prices_not_for_a_number(self, most):
+        """8 buy the window and 3 experts at 2 each in the first chunk, though only 7 resources are there."""
+        config = model_config(importance="uniform", beta=8.0, slack=100, expert_price=2.0, max_resources=most)
+        allocation, _ = allocated(config)
+        assert (allocation.count[0, :M] == 4).all()
 
     def test_dear_experts_are_bought_less(self):
         cheap, dear = (allocated(model_config(expert_price=price))[1] for price in (1.0, 3.0))

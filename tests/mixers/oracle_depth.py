@@ -8,7 +8,7 @@ from tests.mixers.rows import Rows
 
 
 def mixture_of_depths(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig) -> np.ndarray:
-    guess = np.maximum(h @ params["hidden"], 0) @ params["predictor"]
+    guess = np.maximum(h @ params["predictor"]["hidden"], 0) @ params["predictor"]["output"]
     return through(params, h, rows, config, guess > 0)
 
 

@@ -76,8 +76,6 @@ def float64(tree):
 @pytest.mark.parametrize("name", sorted(ORACLES))
 def test_it_is_its_definition(name, config):
     """Attention and All-Attention (AA-06, UNI-02), static selections (UNI-08), and all others."""
-    if name == "all_attention" and config is GROUPED:
-        config = CONFIG  # its memory has all heads
     apply, params, h = case(name, config)
     wanted = ORACLES[name](float64(params), float64(h), ROWS, config)
     np.testing.assert_allclose(jax.jit(apply)(params, h), wanted, atol=1e-5, rtol=1e-5)
