@@ -63,10 +63,16 @@ def numbers(name: str, kind: type) -> list[Any]:
 
 
 def networks(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """One record per network of a layer: how many side by side, neurons, ranks, and its longest messages in tokens."""
+    """One record per network of a layer: how many side by side, neurons, ranks, and its longest messages in tokens.
+
+    Of a mixer that cannot be read there is one without all that: its network is None.
+    """
     model, tokenizer = checkpoint.config.model, load_tokenizer(checkpoint.config.data.tokenizer)
     records = []
     for layer, name, mixer in neurons.mixers_of(checkpoint.params, model):
+        if name not in neurons.READABLE:
+            records.append({"layer": layer, "mixer": name, "network": None})
+            continue
         ranks = neurons.ranks(name, mixer, model)
         for label, network in neurons.as_neurons(name, mixer, model).items():
             messages = network.M.reshape(-1, model.d_model)
@@ -122,6 +128,9 @@ def table_of_networks(records: Sequence[dict[str, Any]]) -> str:
         f"{'layer':>5}  {'mixer':<20}{'network':<14}{'neurons':>14}{'rank':>12}{'stable rank':>13}  longest messages"
     ]
     for record in records:
+        if record["network"] is None:
+            lines.append(f"{record['layer']:>5}  {record['mixer']:<20}cannot be read as neurons")
+            continue
         counted = f"{record['side_by_side']} x {record['neurons'] or 'tokens'}"
         rank = f"{min(record['numerical'])} of {max(record['largest'])}"
         shown = "  ".join("".join(map(repr, tokens)) for tokens in record["likely"])

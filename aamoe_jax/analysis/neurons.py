@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
 
-from aamoe_jax.config import MixerName, ModelConfig
+from aamoe_jax.config import ConfigError, MixerName, ModelConfig
 from aamoe_jax.cost import parameter_count
 from aamoe_jax.mixers.registry import build_mixer
 
@@ -29,8 +29,24 @@ Params = Mapping[str, Any]
 Activation = Literal["softmax", "relu", "swiglu", "root", "gated_root"]
 """Of the products of input and patterns: over all neurons (`softmax`), each for itself (`relu`), times that of a gate
 (`swiglu`), as they are over the root of the number of neurons (`root`), or both of the latter (`gated_root`)."""
-ACTIVATIONS: Mapping[str, Activation] = {"sqrt_attention": "root", "gated_attention": "gated_root"}
-"""Of heads, where it is not softmax."""
+HEADS: Mapping[MixerName, Activation] = {
+    "aamoe": "softmax",
+    "mixture_of_depths": "softmax",
+    "parallel": "softmax",
+    "all_attention": "softmax",
+    "attention": "softmax",
+    "local_attention": "softmax",
+    "strided_attention": "softmax",
+    "sink_attention": "softmax",
+    "filtered_attention": "softmax",
+    "clustered_attention": "softmax",
+    "sqrt_attention": "root",
+    "gated_attention": "gated_root",
+}
+"""The activation of heads whose neurons are made of the layer's input, by mixer."""
+READABLE: tuple[MixerName, ...] = (*HEADS, "mlp", "feed_forward", "swiglu", "moe", "switch", "relu_moe")
+"""Mixers that are networks of neurons. The others weigh tokens by products with something else than their input, or
+by no activation of these products alone."""
 
 
 class Neurons(NamedTuple):
@@ -181,23 +197,30 @@ def as_neurons(
       name, mixer: as `mixers_of` gives them.
       x: normed inputs that the heads have grown by, the last of them the query's; None: heads are still empty.
       positions: in the document; None: 0, 1, 2, ...
+
+    Raises:
+      ConfigError: the mixer is none of READABLE.
     """
+    if name not in READABLE:
+        raise ConfigError(
+            f"mixer {name!r} cannot be read as neurons, whose weights follow from products with its input"
+        )
     x = np.zeros((0, config.d_model)) if x is None else x
     positions = np.arange(len(x)) if positions is None else positions
     found: dict[str, Neurons] = {}
     for part in _parts(mixer):
         if "qkv" in part:
-            found["heads"] = _grown_heads(part, config, ACTIVATIONS.get(name, "softmax"), x, positions)
+            found["heads"] = _grown_heads(part, config, HEADS[name], x, positions)
         for rows, label in (("memory", "memory"), ("expert", "experts")):
             if f"{rows}_keys" in part:
                 found[label] = _persistent(part, config, rows)
         if "key" in part:
             found["feed_forward"] = _feed_forward(part)
+        if "down" in part:
+            found["feed_forward"] = _token_mlp(part)
         if "keys" in part:
             keys, values = _float64(part["keys"]), _float64(part["values"])
             found["experts"] = Neurons(keys.swapaxes(1, 2), values, "relu")
-    if not found:
-        raise ValueError(f"mixer {name!r} is none whose neurons are known")
     return found
 
 
@@ -243,6 +266,12 @@ def _feed_forward(part: Params) -> Neurons:
     if "gate" not in part:
         return Neurons(inwards, outwards, "relu")
     return Neurons(inwards, outwards, "swiglu", gates=_float64(part["gate"]["kernel"]).T[None])
+
+
+def _token_mlp(part: Params) -> Neurons:
+    """A SwiGLU whose output weights are multiplied by W^O."""
+    gates, inwards, down, output = (_float64(part[name]["kernel"]) for name in ("gate", "up", "down", "output"))
+    return Neurons(inwards.T[None], (down @ output)[None], "swiglu", gates=gates.T[None])
 
 
 # Sizes.
@@ -299,8 +328,7 @@ def static_neurons(config: ModelConfig) -> int:
 def neurons_per_token(config: ModelConfig, messages: Literal["all", "distinct"] = "all") -> int:
     """Neurons that a token adds to the heads of the stack; `distinct`: groups of heads with tied values count once."""
     heads = config.num_heads if messages == "all" else config.kv_heads
-    with_heads = [name for _, name in config.mixers if any("qkv" in part for part in _parts(_shapes(name, config)))]
-    return heads * config.periods * len(with_heads)
+    return heads * config.periods * sum(name in HEADS for _, name in config.mixers)
 
 
 def crossover(config: ModelConfig, messages: Literal["all", "distinct"] = "all") -> int:
@@ -341,6 +369,8 @@ def _learned(name: MixerName, config: ModelConfig) -> int:
                 total += config.num_heads * math.prod(part[rows].shape[:-1])
         if "key" in part:
             total += part["key"]["kernel"].shape[1]
+        if "down" in part:
+            total += part["down"]["kernel"].shape[0]
         if "keys" in part:
             total += part["keys"].shape[0] * part["keys"].shape[2]
     return total
@@ -352,7 +382,9 @@ def _shapes(name: MixerName, config: ModelConfig) -> Params:
 
 
 def _parts(mixer: Params) -> Sequence[Params]:
-    """What stands side by side in a mixer; an AA-MoE layer is one part."""
+    """What stands side by side in a mixer, or in what it routes tokens through; an AA-MoE layer is one part."""
+    if "attention" in mixer:
+        return [mixer["attention"], mixer["feed_forward"]]
     return list(mixer["parts"].values()) if "parts" in mixer else [mixer]
 
 

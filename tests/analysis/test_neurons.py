@@ -12,11 +12,13 @@ from flax import nnx
 from aamoe_jax.aamoe.layer import AAMoELayer
 from aamoe_jax.analysis import neurons
 from aamoe_jax.analysis.neurons import as_neurons, heads_of
-from aamoe_jax.config import ModelConfig
-from aamoe_jax.mixers.registry import build_mixer
+from aamoe_jax.config import ConfigError, ModelConfig
+from aamoe_jax.mixers.registry import MIXERS, build_mixer
 from tests.aamoe.helpers import M, apply, context_of, model_config
 from tests.evaluation.helpers import random_params
 from tests.mixers.oracle_attention import ORACLES as ATTENTION
+from tests.mixers.oracle_deconstructed import ORACLES as DECONSTRUCTED
+from tests.mixers.oracle_depth import through
 from tests.mixers.oracle_dynamic import ORACLES as DYNAMIC
 from tests.mixers.rows import Rows
 
@@ -40,7 +42,9 @@ def mixer_of(name: str, config: ModelConfig = CONFIG) -> dict:
 def oracle(name: str, mixer: dict, config: ModelConfig, x: np.ndarray = X, positions=None) -> np.ndarray:
     """The mixer's output [n, d] for one document, in float64 and from its definition."""
     positions = np.arange(len(x)) if positions is None else positions
-    return (ATTENTION | DYNAMIC)[name](mixer, x[None], Rows(np.ones((1, len(x)), int), positions[None]), config)[0]
+    return (ATTENTION | DECONSTRUCTED | DYNAMIC)[name](
+        mixer, x[None], Rows(np.ones((1, len(x)), int), positions[None]), config
+    )[0]
 
 
 class TestPM01:
@@ -48,7 +52,7 @@ class TestPM01:
 
     @pytest.mark.parametrize("config", [CONFIG, PLAIN], ids=["normed", "grouped"])
     @pytest.mark.parametrize(
-        "name", ["attention", "sqrt_attention", "gated_attention", "feed_forward", "swiglu", "parallel"]
+        "name", ["attention", "sqrt_attention", "gated_attention", "feed_forward", "swiglu", "mlp", "parallel"]
     )
     def test_the_sum_of_its_networks_is_the_layer(self, name, config):
         mixer = mixer_of(name, config)
@@ -101,9 +105,26 @@ class TestPM01:
             blocks["1_feed_forward"]["mixer"]["parts"]["feed_forward"]["key"]["kernel"][1],
         )
 
-    def test_a_mixer_without_known_neurons_is_refused(self):
-        with pytest.raises(ValueError, match="mixer 'moe' is none whose neurons are known"):
-            as_neurons("moe", {"parts": {}}, CONFIG)
+    def test_what_a_router_lets_through_is_the_layer_by_its_weight(self):
+        mixer, rows = mixer_of("mixture_of_depths"), Rows(np.ones((1, LENGTH), int), np.arange(LENGTH)[None])
+        networks = as_neurons("mixture_of_depths", mixer, CONFIG, X)
+        assert list(networks) == ["heads", "feed_forward"]
+        found = sum(network.evaluate(X[-1]).sum(0) for network in networks.values())
+        wanted = through(mixer, X[None], rows, CONFIG, np.ones((1, LENGTH), bool))[0, -1]
+        np.testing.assert_allclose(X[-1] @ mixer["router"] * found, wanted, atol=1e-12)
+
+    @pytest.mark.parametrize("name", ["approximate", "non_approximate", "random_qk", "fixed_qk", "static_qk"])
+    def test_a_mixer_of_other_weights_is_refused(self, name):
+        with pytest.raises(ConfigError, match=f"mixer '{name}' cannot be read as neurons"):
+            as_neurons(name, mixer_of(name), CONFIG, X)
+
+    def test_every_mixer_is_read_or_refused(self):
+        """Of any that may be added, someone has to say which."""
+        refused = {"approximate", "non_approximate", "random_qk", "fixed_qk", "static_qk"}
+        assert set(neurons.READABLE) == set(MIXERS) - refused
+        for name in neurons.READABLE:
+            assert as_neurons(name, mixer_of(name), CONFIG)
+            assert neurons.ranks(name, mixer_of(name), CONFIG)
 
 
 def together(left: neurons.Neurons, right: neurons.Neurons) -> neurons.Neurons:
@@ -207,6 +228,11 @@ class TestPM08:
         assert neurons.static_neurons(LLAMA) == 458_752
         assert neurons.crossover(LLAMA) == 448
         assert 8192 * neurons.neurons_per_token(LLAMA) == 8_388_608
+
+    def test_only_heads_that_are_read_as_neurons_grow(self):
+        config = dataclasses.replace(CONFIG, num_layers=3, pattern=("mixture_of_depths", "random_qk", "mlp"))
+        assert neurons.neurons_per_token(config) == 4
+        assert neurons.static_neurons(config) == 24 + 16
 
     def test_with_tied_messages_after_four_times_as_many(self):
         grouped = dataclasses.replace(LLAMA, num_kv_heads=8)

@@ -18,12 +18,14 @@ def called(tmp_path_factory):
     data = tiny_data(folder / "data")
     save_run(folder / "dense", experiment(data, model_config("attention+feed_forward", num_kv_heads=1)))
     save_run(folder / "experts", experiment(data, model_config("aamoe", num_layers=1)))
+    save_run(folder / "depths", experiment(data, model_config("random_qk+mixture_of_depths", num_layers=1)))
     layers = {"spent": [3.0], "pairs_local": [0.5], "pairs_context": [0.25], "pairs_expert": [0.25]}
     line = json.dumps({"kind": "train", "step": 8, "layers": layers})
     (folder / "experts" / FILE).write_text(line + "\n")
     calls = {
         "networks": ("dense",),
         "experts": ("experts", "--messages=1"),
+        "depths": ("depths",),
         "filter": ("dense", "--thresholds=0,0.9,50", "--max_batches=1"),
         "clusters": ("dense", "--clusters=4", "--clusters_kept=1,4", "--max_batches=1"),
         "nothing to thin": ("experts", "--thresholds=1"),
@@ -59,6 +61,18 @@ def test_networks_of_every_layer_are_told(called):
     assert written["experts"]["active"] == {"local": [12.0], "context": [6.0], "expert": [6.0]}
     assert "that a token met, local: 12.0\n" in outcomes["experts"].stdout
     assert written["networks"]["active"] == {}
+
+
+def test_what_cannot_be_read_has_a_row_that_says_so(called):
+    outcomes, written = called
+    assert outcomes["depths"].code == 0, outcomes["depths"].stderr
+    unread, *read = written["depths"]["networks"]
+    assert unread == {"layer": 0, "mixer": "random_qk", "network": None}
+    assert [(net["mixer"], net["network"]) for net in read] == [
+        ("mixture_of_depths", "heads"), ("mixture_of_depths", "feed_forward"),
+    ]  # fmt: skip
+    assert "    0  random_qk           cannot be read as neurons\n" in outcomes["depths"].stdout
+    assert written["depths"]["sizes"].items() >= {"learned": 32, "per_token": 2}.items()
 
 
 def test_pm_10_what_a_filter_keeps_and_costs(called):
