@@ -24,11 +24,15 @@ from experiments.binding import bindable_fields, rebound
 Equal = Literal["flops", "parameters"]
 Ratio = Callable[[int | float], float]
 """How many times as big as the reference the other experiment is at a value of the field."""
+Valid = Callable[[int | float], bool]
+"""Whether the other experiment can have that value."""
 
 TOLERANCE = 0.01
 LARGEST = 2**24
 SMALLEST = 2.0**-16
 """No field is tried beyond these."""
+FURTHEST = 4096
+"""Steps from one valid value in which the next is looked for."""
 
 
 class Match(NamedTuple):
@@ -67,7 +71,15 @@ def match(reference: ExperimentConfig, other: ExperimentConfig, field: str, equa
     def ratio(value: int | float) -> float:
         return measure(rebound(other, {field: value})) / wanted
 
-    value = _whole(ratio, other, field) if _kind(field) is int else _real(ratio, field)
+    @functools.cache
+    def valid(value: int | float) -> bool:
+        try:
+            rebound(other, {field: value})
+        except ConfigError:
+            return False
+        return True
+
+    value = _whole(ratio, valid, field) if _kind(field) is int else _real(ratio, valid, field)
     if abs(ratio(value) - 1) > TOLERANCE:
         raise _refusal(field, f"the closest is {value}, with {ratio(value):.3f} times the {equal} of the reference")
     return Match(rebound(other, {field: value}), field, value)
@@ -84,12 +96,12 @@ def _kind(field: str) -> type[int] | type[float]:
     return int if int in hints else float
 
 
-def _whole(ratio: Ratio, other: ExperimentConfig, field: str) -> int:
-    """The best of the multiples of the smallest value that is valid: what restricts a field is what it must divide."""
-    step = next((value for value in range(1, 4097) if _is_valid(other, field, value)), None)
+def _whole(ratio: Ratio, valid: Valid, field: str) -> int:
+    """The best of the valid multiples of the smallest: what restricts a field is mostly what it must divide."""
+    step = next(filter(valid, range(1, FURTHEST + 1)), None)
     if step is None:
-        raise _refusal(field, "no value up to 4096 is valid")
-    low, high = _bracket(ratio, step, field)
+        raise _refusal(field, f"no value up to {FURTHEST} is valid")
+    low, high = _bracket(ratio, valid, step, step, field)
     for turn in itertools.count():
         if high - low <= step:
             break
@@ -97,40 +109,59 @@ def _whole(ratio: Ratio, other: ExperimentConfig, field: str) -> int:
         share = 0.5 if turn % 2 else (1 - ratio(low)) / (ratio(high) - ratio(low))
         steps = min(max(math.floor(share * (high - low) / step), 1), (high - low) // step - 1)
         middle = low + steps * step
+        if not valid(middle):
+            between = filter(valid, range(low + step, high, step))
+            middle = min(between, key=lambda value, wanted=middle: abs(value - wanted), default=None)
+            if middle is None:
+                break
         low, high = (middle, high) if ratio(middle) < 1 else (low, middle)
     return min((low, high), key=lambda value: abs(ratio(value) - 1))
 
 
-def _is_valid(other: ExperimentConfig, field: str, value: int) -> bool:
-    try:
-        rebound(other, {field: value})
-    except ConfigError:
-        return False
-    return True
-
-
-def _real(ratio: Ratio, field: str) -> float:
+def _real(ratio: Ratio, valid: Valid, field: str) -> float:
     """A number with as few digits as do."""
-    low, high = _bracket(ratio, SMALLEST, field)
+    start = next(filter(valid, (SMALLEST * 2**power for power in range(40))), None)
+    if start is None:
+        raise _refusal(field, f"no power of 2 from {SMALLEST:g} on is valid")
+    low, high = _bracket(ratio, valid, start, SMALLEST, field)
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if ratio(middle) < 1 else (low, middle)
     rounded = (float(f"{high:.{digits}g}") for digits in range(1, 9))
-    return next((value for value in rounded if abs(ratio(value) - 1) <= TOLERANCE / 10), high)
+    return next((value for value in rounded if valid(value) and abs(ratio(value) - 1) <= TOLERANCE / 10), high)
 
 
-def _bracket(ratio: Ratio, step: int | float, field: str) -> tuple[int | float, int | float]:
-    """Multiples of the step of which one is too little, the other enough; the step twice where it is enough itself."""
-    if ratio(step) >= 1:
-        return step, step
-    low, high = step, 2 * step
-    while ratio(high) < 1:
+def _bracket(
+    ratio: Ratio, valid: Valid, start: int | float, step: int | float, field: str
+) -> tuple[int | float, int | float]:
+    """Values of which one is too little, the other enough; twice the start where it is enough itself, and twice the
+    largest that is valid where none is enough."""
+    if ratio(start) >= 1:
+        return start, start
+    low, high = start, _furthest(valid, start, 2 * start, step)
+    while low < high and ratio(high) < 1:
         if high > LARGEST:
             raise _refusal(field, f"at {high:g} it is {ratio(high):.3f} times the reference, and more adds nothing")
         growth = ratio(high) - ratio(low)
         further = (1 - ratio(high)) / growth * (high - low) if growth > 0 else high
-        low, high = high, min(high + max(math.ceil(further / step), 1) * step, 2 * LARGEST)
+        wanted = min(high + max(math.ceil(further / step), 1) * step, 2 * LARGEST)
+        low, high = high, _furthest(valid, high, wanted, step)
     return low, high
+
+
+def _furthest(valid: Valid, low: int | float, wanted: int | float, step: int | float) -> int | float:
+    """A valid value above `low`, `wanted` or as near to it as validity reaches; `low` if there is none."""
+    if valid(wanted):
+        return wanted
+    inside, outside = low, wanted
+    while outside - inside > step:
+        middle = inside + (outside - inside) // (2 * step) * step
+        inside, outside = (middle, outside) if valid(middle) else (inside, middle)
+    if inside > low:
+        return inside
+    # Divisors of a number lie apart.
+    scattered = itertools.takewhile(lambda value: value < wanted, (low + at * step for at in range(2, FURTHEST)))
+    return next(filter(valid, scattered), low)
 
 
 def _refusal(field: str, why: str) -> ConfigError:

@@ -15,6 +15,7 @@ def experiment(name, *params):
 
 
 AAMOE, DENSE = experiment("aamoe.gin"), experiment("dense.gin")
+WIDE = experiment("dense.gin", "ModelConfig.d_ff = 32_768")
 
 
 class TestAA32:
@@ -57,6 +58,20 @@ class TestAA32:
         deep = rebound(hybrid, {"ModelConfig.num_layers": 62})
         assert match(deep, hybrid, "ModelConfig.num_layers", "flops").value == 62
 
+    def test_stops_where_validity_ends(self):
+        """The line through the first two sizes, which attention bends, leads to a depth of 1.55."""
+        deep = load_experiment(["mixture_of_depths.gin"], ["DataConfig.seq_len = 16384"])
+        wanted = rebound(deep, {"ModelConfig.depth_capacity": 0.7})
+        assert match(wanted, deep, "ModelConfig.depth_capacity", "flops").value == 0.7
+        whole = rebound(deep, {"ModelConfig.depth_capacity": 1.0})
+        assert match(whole, deep, "ModelConfig.depth_capacity", "flops").value == 1.0
+
+    @pytest.mark.parametrize("heads", [1, 4, 6, 12])
+    def test_divisors_are_found_one_by_one(self, heads):
+        grouped = experiment("dense.gin", "ModelConfig.d_model = 48", "ModelConfig.num_heads = 12")
+        wanted = rebound(grouped, {"ModelConfig.num_kv_heads": heads})
+        assert match(wanted, grouped, "ModelConfig.num_kv_heads", "parameters").value == heads
+
     @pytest.mark.parametrize(
         ("reference", "other", "field", "equal", "why"),
         [
@@ -65,6 +80,9 @@ class TestAA32:
             (DENSE, AAMOE, "AAMoEConfig.max_resources", "parameters", "more adds nothing"),
             (DENSE, AAMOE, "BudgetConfig.slack", "flops", "more adds nothing"),
             (AAMOE, DENSE, "OptimizerConfig.beta1", "parameters", "the closest is"),
+            (WIDE, DENSE, "ModelConfig.num_kv_heads", "parameters", r"the closest is 2, with 0\.\d+ times"),
+            (WIDE, experiment("moe.gin"), "MoEConfig.top_k", "flops", r"the closest is 8, with 0\.\d+ times"),
+            (WIDE, DENSE, "ModelConfig.depth_capacity", "flops", r"the closest is 1\.0, with 0\.\d+ times"),
             (AAMOE, DENSE, "ModelConfig.num_layers", "flops", r"the closest is 1, with \d\.\d+ times the flops"),
         ],
     )
