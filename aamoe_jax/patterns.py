@@ -1,4 +1,4 @@
-"""The grammar of stacks: which mixers every layer has, in a few words (DEC-10).
+"""The grammar of stacks: which mixers every layer has, in a few words (DEC-09, DEC-10).
 
     pattern   := entry, entry, ...              one period, repeated to the depth of the stack
     entry     := layer | layer*count | placement(layer, layer)

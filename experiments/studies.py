@@ -28,7 +28,7 @@ from aamoe_jax.model import Skipped
 from aamoe_jax.preflight.report import table
 from aamoe_jax.training.loop import DivergedError
 from experiments.binding import load_experiment
-from experiments.matching import active_flops, parameters
+from experiments.matching import TOLERANCE, active_flops, match, parameters
 from experiments.runs import Result, StoppedError, require_one_dataset, run
 
 FLAGS = flags.FLAGS
@@ -68,6 +68,7 @@ def stack(pattern: str, *bindings: str) -> Variant:
 
 
 STANDARD = "attention+feed_forward"
+SEPARATE = stack("aamoe", "BudgetConfig.importance = 'uniform'", "BudgetConfig.expert_share = 0.5")
 DECONSTRUCTED = ("mlp", "approximate", "non_approximate", "random_qk", "fixed_qk", "static_qk")
 
 
@@ -82,7 +83,7 @@ def _deconstructed() -> Study:
         Claim("the mathematical form matters, in a uniform stack", "attention", "non_approximate"),
         *(Claim(f"half the layers standard make up for {name}", f"hybrid {name}", name) for name in DECONSTRUCTED),
         Claim("weights that follow the input help", "static_qk", "random_qk"),
-        Claim("queries and keys of the current layer are not essential", "hybrid static_qk", "mlp"),
+        Claim("queries and keys may be of embeddings: better than no mixing", "hybrid static_qk", "hybrid mlp"),
         Claim("layers work together: the simple ones cannot be taken out", "hybrid mlp", "hybrid mlp without mlp"),
         Claim(
             "standard layers keep the scores of others small",
@@ -119,7 +120,7 @@ STUDIES: Mapping[str, Study] = {
                 "AttentionConfig.filter = 'message_norm'",
                 "AttentionConfig.filter_threshold = 1.0",
             ),
-            "a quarter of the clusters": stack(
+            "a quarter of random clusters": stack(
                 "clustered_attention+feed_forward", "AttentionConfig.clusters = 16", "AttentionConfig.clusters_kept = 4"
             ),
             "gates": stack("gated_attention+feed_forward"),
@@ -127,7 +128,7 @@ STUDIES: Mapping[str, Study] = {
         },
         [
             Claim("does every head need a message of every token?", "attention", "the longer messages"),
-            Claim("does it have to be compared with each?", "attention", "a quarter of the clusters"),
+            Claim("does it have to be compared with each?", "attention", "a quarter of random clusters"),
             Claim("are gates better than normalisation?", "gates", "attention"),
             Claim("is normalisation by a square root enough?", "a square root", "attention"),
         ],
@@ -146,12 +147,34 @@ STUDIES: Mapping[str, Study] = {
             Claim("one softmax over both is better than two", "one signal", "one for each"),
         ],
     ),
+    "compute": Study(
+        "Perplexity against compute, at similar size (AA-33)",
+        {
+            "AA-MoE, beta 4": stack("aamoe"),
+            "AA-MoE, beta 2": stack("aamoe", "BudgetConfig.beta = 2.0"),
+            "AA-MoE, beta 8": stack("aamoe", "BudgetConfig.beta = 8.0"),
+            "separate budgets": SEPARATE,
+            "context alone": stack("aamoe+feed_forward", "AAMoEConfig.num_experts = 0"),
+            "dense": stack("parallel"),
+            "All-Attention": stack("all_attention"),
+            "mixture of experts": stack("attention+moe"),
+            "Switch": stack("attention+switch"),
+            "Mixture of Depths": stack("even(parallel, mixture_of_depths)", "BudgetConfig.normalizer = 'row'"),
+        },
+        [
+            Claim("more compute, less loss", "AA-MoE, beta 8", "AA-MoE, beta 2"),
+            Claim("one budget is better than two", "AA-MoE, beta 4", "separate budgets"),
+            Claim("conditional parameters beside conditional context help", "AA-MoE, beta 4", "context alone"),
+            Claim("AA-MoE is better than a dense stack of its size", "AA-MoE, beta 4", "dense"),
+            Claim("AA-MoE is better than experts alone", "AA-MoE, beta 4", "mixture of experts"),
+        ],
+    ),
     "budgets": Study(
         "One learned budget, and what there is instead (AA-32)",
         {
             "learned": stack("aamoe"),
             "uniform": stack("aamoe", "BudgetConfig.importance = 'uniform'"),
-            "separate": stack("aamoe", "BudgetConfig.importance = 'uniform'", "BudgetConfig.expert_share = 0.5"),
+            "separate": SEPARATE,
             "context alone": stack("aamoe+feed_forward", "AAMoEConfig.num_experts = 0"),
         },
         [
@@ -177,15 +200,26 @@ def define_flags() -> None:
 def configs(
     study: Study, gin_files: Sequence[str], gin_params: Sequence[str], steps: int | None
 ) -> dict[str, ExperimentConfig]:
-    """The experiment of every variant; its seed is set later."""
+    """The experiment of every variant, all of the size of the first; seeds are set later.
+
+    Raises:
+      ConfigError: a variant that cannot be, or not in this size.
+    """
     found = {}
     for name, variant in study.variants.items():
         config = load_experiment(gin_files, [*gin_params, *variant.bindings])
         require_one_dataset(config)
         if steps is not None:
             config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=steps))
-        found[name] = config
+        found[name] = config if not found else _of_size(next(iter(found.values())), config)
     return found
+
+
+def _of_size(first: ExperimentConfig, other: ExperimentConfig) -> ExperimentConfig:
+    """The other with as many parameters as the first, within 1 %, by the width of its feed-forwards (decision 36)."""
+    if abs(parameters(other) / parameters(first) - 1) <= TOLERANCE:
+        return other
+    return match(first, other, "ModelConfig.d_ff", "parameters").config
 
 
 def conduct(
@@ -223,7 +257,8 @@ def report(
     first_name, first = next(iter(results.items()))
     reference, one = figure(first, "bits_per_byte"), first[0]
     config = experiments[first_name]
-    sizes = [["variant", "parameters", "FLOPs a token", "bits/byte", *(f"seed {r['seed']}" for r in first), "to first"]]
+    seeds = [f"seed {run['seed']}" for run in first]
+    sizes = [["variant", "parameters", "FLOPs a token", "tokens/s", "bits/byte", *seeds, "to first"]]
     for name, runs in results.items():
         bits = figure(runs, "bits_per_byte")
         sizes.append(
@@ -231,16 +266,19 @@ def report(
                 name,
                 f"{parameters(experiments[name]):,}",
                 f"{active_flops(experiments[name], config.data.seq_len):,.0f}",
+                f"{statistics.mean(run['tokens_per_second'] for run in runs):,.0f}",
                 f"{bits:.4f}",
                 *(f"{run['bits_per_byte']:.4f}" for run in runs),
                 f"{bits - reference:+.4f}",
             ]
         )
-    found = [["claim", "less", "more", "figure", "difference", "found"]]
+    found = [["claim", "less", "more", "figure", "difference", "of each seed", "found"]]
     for claim in study.claims:
         less, more = (figure(results[name], claim.figure) for name in (claim.less, claim.more))
         verdict = "holds" if less < more else "does not hold"
-        found.append([claim.finding, claim.less, claim.more, claim.figure, f"{more - less:+.4f}", verdict])
+        pairs = zip(results[claim.less], results[claim.more], strict=True)
+        seeds = " ".join(f"{figure([b], claim.figure) - figure([a], claim.figure):+.4f}" for a, b in pairs)
+        found.append([claim.finding, claim.less, claim.more, claim.figure, f"{more - less:+.4f}", seeds, verdict])
     lines = [
         f"# {study.title}",
         "",

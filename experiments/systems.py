@@ -10,7 +10,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.registry import MIXERS, forms
@@ -23,7 +23,7 @@ TESTS = ("tests",)
 SHOWN = 4
 """Places of each kind in a row of the table."""
 
-Status = Literal["tested", "built, not tested", "missing"]
+Status = Literal["tested", "built, not tested", "tested, code does not name it", "missing"]
 Places = Mapping[str, list[str]]
 """By ID."""
 
@@ -45,9 +45,9 @@ class System(NamedTuple):
     @property
     def status(self) -> Status:
         """By code and tests alone."""
-        if self.tests:
-            return "tested"
-        return "built, not tested" if self.code else "missing"
+        if self.code:
+            return "tested" if self.tests else "built, not tested"
+        return "tested, code does not name it" if self.tests else "missing"
 
 
 def named_in(text: str) -> Iterator[tuple[str, int]]:
@@ -116,7 +116,7 @@ def systems(root: Path = ROOT) -> list[System]:
 def report(found: list[System]) -> str:
     """The table as Markdown, and how many systems stand where."""
     statuses = [system.status for system in found]
-    counts = ", ".join(f"{statuses.count(status)} {status}" for status in ("tested", "built, not tested", "missing"))
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in get_args(Status))
     rows = [[system.id, system.what, _listed(system.code), _listed(system.tests), system.status] for system in found]
     return f"{len(found)} systems: {counts}.\n\n" + table(["ID", "what", "code", "tests", "status"], rows) + "\n"
 

@@ -51,7 +51,8 @@ class AAMoELayer(nnx.Module):
     """Every token attends to the B_i resources that its budget affords, chunks and experts alike, in one call (AA-41).
 
     Parameters: W^Q, W^K, W^V, W^O; the router's W_c and expert embeddings e_l; w_B; expert keys and values [E, m, d],
-    which bypass W^K, W^V and the rotary positions (decisions 08-10).
+    which bypass W^K, W^V and the rotary positions (decisions 08-10). One loss reaches them all (AA-22), and nothing but
+    attention mixes experts (AA-24).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):

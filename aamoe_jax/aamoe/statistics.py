@@ -37,7 +37,8 @@ def spending(
     Args:
       mass: attention mass of each slot, mean over heads; where resources are divided over a mesh, see
         `parallel.Routed`.
-      wanted: floored budgets before availability, slots and cap cut them; the cut is `clipped`.
+      wanted: floored budgets before availability, slots and cap cut them; the cut is `clipped` (AA-27), and with it
+        what prices above 1 took.
       capacity: B summed over rows.
       local_first: slot 0 is the local resource (a window, or the own chunk).
     """

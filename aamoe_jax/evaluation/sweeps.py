@@ -1,4 +1,5 @@
-"""A trained model at budgets and at lengths that it was not trained for, without fine-tuning (AA-34, AA-35).
+"""A trained model at budgets and at lengths that it was not trained for, without fine-tuning (AA-34, AA-35,
+DEC-18).
 
 All points are of the same text. Longer rows are fewer, so that a forward pass always holds about the same number of
 tokens.

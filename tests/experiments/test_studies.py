@@ -1,4 +1,4 @@
-"""Studies: variants that load, runs that are shared, claims that are judged (AA-33, DEC-16, DEC-20, PM-15)."""
+"""Studies: variants that load, runs that are shared, claims that are judged (DEC-16, DEC-20, PM-15)."""
 
 import dataclasses
 
@@ -6,6 +6,7 @@ import pytest
 
 from aamoe_jax.config import ConfigError
 from experiments import studies
+from experiments.matching import parameters
 from experiments.studies import STUDIES, Claim, Study, Variant
 from tests.experiments.test_local_context import tiny_experiment
 
@@ -20,11 +21,20 @@ def test_every_variant_is_an_experiment_and_every_claim_is_of_variants(name):
     for variant in study.variants.values():
         if variant.trained_as is not None:
             assert variant.bindings == study.variants[variant.trained_as].bindings
+    sizes = [parameters(config) for config in found.values()]
+    assert max(sizes) <= 1.02 * min(sizes), "each within 1 % of the first"
 
 
 def test_dec_20_hybrids_keep_no_quarter_and_half_of_the_layers():
     found = studies.configs(STUDIES["hybrids"], ["quickstart.gin"], [], None)
     assert [len(config.model.layers_of("attention")) for config in found.values()] == [0, 1, 2, 4]
+
+
+def test_aa_33_the_baselines_stand_beside_three_budgets():
+    found = studies.configs(STUDIES["compute"], ["quickstart.gin"], [], None).values()
+    assert len({config.model.aamoe.budget.beta for config in found}) == 3
+    mixers = {name for config in found for _, name in config.model.mixers}
+    assert mixers >= {"aamoe", "parallel", "all_attention", "attention", "moe", "switch", "mixture_of_depths"}
 
 
 def result(bits: float, logit: float = 0.0, seed: int = 0) -> dict:
@@ -34,6 +44,7 @@ def result(bits: float, logit: float = 0.0, seed: int = 0) -> dict:
         "seed": seed,
         "steps": 3,
         "bits_per_byte": bits,
+        "tokens_per_second": 10.0,
         "evaluation": about,
         "corpus_digest": "0" * 20,
         "versions": versions,
@@ -49,9 +60,9 @@ class TestDEC16:
         text = studies.report(study, dict.fromkeys("ab", tiny_experiment(tmp_path)), results, "the command")
         rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
         assert rows[-3:] == [
-            ["one", "a", "b", "bits_per_byte", "+0.3000", "holds"],
-            ["two", "b", "a", "bits_per_byte", "-0.3000", "does not hold"],
-            ["three", "b", "a", "logit_absmax", "+7.0000", "holds"],
+            ["one", "a", "b", "bits_per_byte", "+0.3000", "+1.5000 -0.9000", "holds"],
+            ["two", "b", "a", "bits_per_byte", "-0.3000", "-1.5000 +0.9000", "does not hold"],
+            ["three", "b", "a", "logit_absmax", "+7.0000", "+8.0000 +6.0000", "holds"],
         ]
 
     def test_a_stack_without_layers_is_the_same_run(self, tmp_path):

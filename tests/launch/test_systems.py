@@ -109,8 +109,9 @@ class TestScanning:
         assert System("AA-01", "", ["x.py"], ["t.py"]).status == "tested"
         assert System("AA-01", "", ["x.py"], []).status == "built, not tested"
         assert System("AA-01", "", [], []).status == "missing"
+        assert System("AA-01", "", [], ["t.py"]).status == "tested, code does not name it"
         text = report([System("AA-01", "one layer", [f"{n}.py" for n in range(6)], [])])
-        assert text.startswith("1 systems: 0 tested, 1 built, not tested, 0 missing.")
+        assert text.startswith("1 systems: 0 tested, 1 built, not tested, 0 tested, code does not name it, 0 missing.")
         assert "`3.py` and 2 more" in text
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from aamoe_jax.mixers.registry import MIXERS
 from benchmarks.meshes import factorizations
 
 MESHES = ["x".join(map(str, sizes)) for sizes in factorizations(8)]
@@ -60,10 +61,45 @@ class TestEveryMesh:
         assert_same(rows)
 
 
+STACKS = {
+    "row budgets": ("aamoe+mixture_of_depths",),
+    "beside dense mixers": (
+        "aamoe",
+        "all_attention+mixture_of_depths",
+        "parallel+swiglu+sqrt_attention+gated_attention+filtered_attention+clustered_attention",
+    ),
+    "deconstructed": ("mlp+approximate+non_approximate+static_qk+random_qk+fixed_qk",),
+    "experts": ("moe+switch+relu_moe",),
+    "grouped": (
+        "aamoe+attention+all_attention+local_attention+strided_attention+sink_attention+filtered_attention",
+        "feed_forward",
+    ),
+}
+
+
+def stack(name: str) -> tuple[str, str]:
+    """The bindings of a stack."""
+    layers = STACKS[name]
+    return f"ModelConfig.pattern = {layers!r}", f"ModelConfig.num_layers = {len(layers)}"
+
+
 class TestEveryKindOfLayer:
     """What the twenty meshes do not try: other readings of local context, budgets, mixers, memory, micro-batches."""
 
     MESHES = ("1x2x2x2",)
+
+    def test_every_mixer_is_in_one(self):
+        layers = [layer for stack in STACKS.values() for layer in stack]
+        assert {name for layer in layers for name in layer.split("+")} == set(MIXERS)
+
+    def test_groups_of_heads_and_static_selections(self, tmp_path):
+        bindings = (
+            "ModelConfig.num_kv_heads = 4",
+            "AttentionConfig.window = 24",
+            "AttentionConfig.filter = 'message_norm'",
+            "AttentionConfig.filter_threshold = 1.0",
+        )
+        assert_same(on_meshes(tmp_path, self.MESHES, *stack("grouped"), *bindings))
 
     def test_no_experts_no_local_resource_a_null_slot_and_recomputation(self, tmp_path):
         bindings = ("AAMoEConfig.local = 'none'", "AAMoEConfig.null_slot = 'learned'", "ModelConfig.remat = 'full'")
@@ -78,34 +114,29 @@ class TestEveryKindOfLayer:
             "TrainingConfig.accumulate = 2",
             "ModelConfig.remat = 'dots'",
         )
-        assert_same(on_meshes(tmp_path, self.MESHES, *bindings))
+        assert_same(on_meshes(tmp_path, self.MESHES, *stack("row budgets"), *bindings))
 
     def test_routed_own_chunk_beside_dense_mixers(self, tmp_path):
         bindings = (
             "AAMoEConfig.local = 'routed'",
             "AAMoEConfig.max_resources = 3",
             "BudgetConfig.expert_price = 1.5",
-            "ModelConfig.pattern = ('aamoe', 'all_attention+mixture_of_depths', 'parallel+swiglu+"
-            "sqrt_attention+gated_attention+filtered_attention+clustered_attention')",
-            "ModelConfig.num_layers = 3",
             "ModelConfig.embedding = 'tied'",
         )
-        assert_same(on_meshes(tmp_path, self.MESHES, *bindings))
+        assert_same(on_meshes(tmp_path, self.MESHES, *stack("beside dense mixers"), *bindings))
 
     def test_attention_deconstructed(self, tmp_path):
-        pattern = "ModelConfig.pattern = ('mlp+approximate+non_approximate+static_qk+random_qk',)"
-        assert_same(on_meshes(tmp_path, self.MESHES, pattern, "ModelConfig.num_layers = 1"))
+        assert_same(on_meshes(tmp_path, self.MESHES, *stack("deconstructed")))
 
     def test_experts(self, tmp_path):
         """With their losses, routers that look back across parts of a row, and tokens that find no room."""
         bindings = (
-            "ModelConfig.pattern = ('moe+switch+relu_moe',)",
             "MoEConfig.router = 'attention'",
             "MoEConfig.router_input = 'causal_conv'",
             "MoEConfig.capacity_tokens = 16",
             "TrainingConfig.accumulate = 2",
         )
-        assert_same(on_meshes(tmp_path, self.MESHES, *bindings))
+        assert_same(on_meshes(tmp_path, self.MESHES, *stack("experts"), *bindings))
 
     def test_no_context_and_no_bias(self, tmp_path):
         bindings = ("AAMoEConfig.context = 'none'", "AAMoEConfig.bias = 'none'")
