@@ -28,12 +28,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from aamoe_jax.analysis.pictures import BLUE, STYLE, VERMILION
-from aamoe_jax.config import ConfigError, ExperimentConfig, Local
+from aamoe_jax.config import ExperimentConfig, Local
 from aamoe_jax.data import ensure_prepared
 from aamoe_jax.evaluation.perplexity import Evaluation
-from aamoe_jax.training.loop import DivergedError
 from experiments.binding import load_experiment
-from experiments.runs import Result, StoppedError, require_one_dataset, run
+from experiments.runs import Result, exit_code, require_one_dataset, run, with_steps
 
 FLAGS = flags.FLAGS
 MODES: tuple[Local, ...] = ("window", "chunk", "routed", "none")
@@ -205,24 +204,15 @@ def main(argv: list[str]) -> int:
         raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
     logging.set_verbosity(logging.WARNING)  # TFDS and Orbax report every file
     command = shlex.join(["python", "-m", "experiments.local_context", *sys.argv[1:]])
-    try:
-        config = load_experiment(FLAGS.gin_file, FLAGS.gin_param)
-        if FLAGS.steps is not None:
-            config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=FLAGS.steps))
+
+    def compare_all() -> None:
+        config = with_steps(load_experiment(FLAGS.gin_file, FLAGS.gin_param), FLAGS.steps)
         ensure_prepared(config.data)
         seeds = [int(seed) for seed in FLAGS.seeds]
         results = compare(config, FLAGS.local, seeds, Path(FLAGS.work_dir), eval_batches=FLAGS.eval_batches)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except DivergedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    except StoppedError as error:
-        print(error)
-        return error.exit_code
-    write(results, Path(FLAGS.output), command)
-    return 0
+        write(results, Path(FLAGS.output), command)
+
+    return exit_code(compare_all)
 
 
 def write(results: Sequence[Result], output: Path, command: str) -> None:

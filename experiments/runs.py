@@ -5,9 +5,11 @@ A run lies in a folder of its own and goes on from its last checkpoint; one that
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from aamoe_jax.data import dataset_metadata, evaluation_batches, load_tokenizer
 from aamoe_jax.evaluation.perplexity import Evaluation, causal_budget, evaluate
 from aamoe_jax.model import Skipped, structure
 from aamoe_jax.training.checkpoints import load_checkpoint
-from aamoe_jax.training.loop import train
+from aamoe_jax.training.loop import DivergedError, train
 from aamoe_jax.training.metrics import read_metrics
 from aamoe_jax.training.resume import FREE_FIELDS, changed_fields
 from experiments.binding import operative_gin
@@ -37,6 +39,29 @@ class StoppedError(RuntimeError):
     def __init__(self, signal_number: signal.Signals):
         super().__init__(f"stopped by {signal_number.name}, saved; the same command goes on from there")
         self.exit_code = 128 + signal_number
+
+
+def exit_code(comparison: Callable[[], None]) -> int:
+    """What a program that makes a comparison ends with; what stopped it is said in one line."""
+    try:
+        comparison()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except DivergedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    except StoppedError as error:
+        print(error)
+        return error.exit_code
+    return 0
+
+
+def with_steps(config: ExperimentConfig, steps: int | None) -> ExperimentConfig:
+    """The experiment for so many steps; None: for its own."""
+    if steps is None:
+        return config
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, steps=steps))
 
 
 def require_one_dataset(config: ExperimentConfig) -> None:

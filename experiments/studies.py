@@ -22,14 +22,13 @@ from typing import NamedTuple
 
 from absl import app, flags, logging
 
-from aamoe_jax.config import ConfigError, ExperimentConfig
+from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.data import ensure_prepared
 from aamoe_jax.model import Skipped
 from aamoe_jax.preflight.report import table
-from aamoe_jax.training.loop import DivergedError
 from experiments.binding import load_experiment
 from experiments.matching import TOLERANCE, active_flops, match, parameters
-from experiments.runs import Result, StoppedError, require_one_dataset, run
+from experiments.runs import Result, exit_code, require_one_dataset, run, with_steps
 
 FLAGS = flags.FLAGS
 
@@ -209,8 +208,7 @@ def configs(
     for name, variant in study.variants.items():
         config = load_experiment(gin_files, [*gin_params, *variant.bindings])
         require_one_dataset(config)
-        if steps is not None:
-            config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=steps))
+        config = with_steps(config, steps)
         found[name] = config if not found else _of_size(next(iter(found.values())), config)
     return found
 
@@ -302,25 +300,18 @@ def main(argv: list[str]) -> int:
     logging.set_verbosity(logging.WARNING)  # TFDS and Orbax report every file
     command = shlex.join(["python", "-m", "experiments.studies", *sys.argv[1:]])
     study, seeds = STUDIES[FLAGS.study], [int(seed) for seed in FLAGS.seeds]
-    try:
+
+    def compare() -> None:
         experiments = configs(study, FLAGS.gin_file, FLAGS.gin_param, FLAGS.steps)
         ensure_prepared(next(iter(experiments.values())).data)
         results = conduct(study, experiments, seeds, Path(FLAGS.work_dir) / FLAGS.study, FLAGS.eval_batches)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except DivergedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    except StoppedError as error:
-        print(error)
-        return error.exit_code
-    text, output = report(study, experiments, results, command), Path(FLAGS.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_name(output.name + ".json").write_text(json.dumps({"command": command, "results": results}) + "\n")
-    output.with_name(output.name + ".md").write_text(text)
-    print(text, end="")
-    return 0
+        text, output = report(study, experiments, results, command), Path(FLAGS.output)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.with_name(output.name + ".json").write_text(json.dumps({"command": command, "results": results}) + "\n")
+        output.with_name(output.name + ".md").write_text(text)
+        print(text, end="")
+
+    return exit_code(compare)
 
 
 if __name__ == "__main__":
