@@ -14,7 +14,9 @@ from typing import Any, Literal, get_args
 from aamoe_jax import patterns
 
 BudgetNormalizer = Literal["row", "prefix"]
+Importance = Literal["learned", "bounded", "uniform"]
 Local = Literal["window", "chunk", "routed", "none"]
+Router = Literal["learned", "learned_nope", "pooled"]
 MixerName = Literal[
     "aamoe",
     "mixture_of_depths",
@@ -76,8 +78,9 @@ class BudgetConfig:
     normalizer: BudgetNormalizer = "prefix"
     """`row`: the paper's softmax over the whole row, which sees the future. `prefix`: over the tokens so far
     (causal)."""
-    importance: Literal["learned", "uniform"] = "learned"
-    """`uniform`: every token has the same budget, beta."""
+    importance: Importance = "learned"
+    """What makes budgets differ. `learned`: w_B . h; `bounded`: the same, within a quarter and 4 times the mean;
+    `uniform`: nothing, every token has beta."""
     expert_share: float | None = None
     """None: chunks and experts compete for one budget. A number: this share of every token's budget buys experts alone,
     and the rest context alone, whatever their scores."""
@@ -87,15 +90,13 @@ class BudgetConfig:
     """Pairs by which the running spend of a causal budget may exceed beta * i (the cap, decision 23)."""
     predictor_width: int = 64
     """Hidden width of the causal predictor that is trained beside `row` budgets."""
-    predictor_weight: float = 0.1
-    """Weight of the predictor's loss. Its inputs are stop-gradient: it never changes the model."""
 
     def __post_init__(self) -> None:
         betas = self.beta if isinstance(self.beta, tuple) else (self.beta,)
         if not betas or not all(beta > 0 and math.isfinite(beta) for beta in betas):
             _refuse(self, "beta", "must be a positive number, or one per layer")
         _require_choice(self, "normalizer", get_args(BudgetNormalizer))
-        _require_choice(self, "importance", ("learned", "uniform"))
+        _require_choice(self, "importance", get_args(Importance))
         if self.expert_share is not None and not 0 <= self.expert_share <= 1:
             _refuse(self, "expert_share", "must be in [0, 1], or None for one budget")
         if not (self.expert_price >= 1 and math.isfinite(self.expert_price)):
@@ -105,8 +106,6 @@ class BudgetConfig:
         _require_positive(self, "predictor_width")
         if self.slack < 0:
             _refuse(self, "slack", "must be at least 0")
-        if self.predictor_weight < 0:
-            _refuse(self, "predictor_weight", "must be at least 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +122,12 @@ class AAMoEConfig:
     """What a token sees of its own neighbourhood: the last m tokens (`window`) or its own chunk up to itself (`chunk`)
     as its first resource; its own chunk competing like any other (`routed`); or nothing (`none`, the paper's
     example)."""
-    router_rope: Literal["relative", "none"] = "relative"
-    """Rotary positions in the score of chunks."""
+    router: Router = "learned"
+    """What resources are scored by. `learned`: eq 4, by W_c and the last token of a chunk, with rotary positions, and
+    by expert embeddings; `learned_nope`: the same without positions. `pooled`: by the share of attention that pooled
+    keys estimate, with nothing of its own to train."""
+    pooled_keys: int = 4
+    """Of `pooled`, g: so many keys stand for the chunk_size keys of a chunk or expert, each the mean of a group."""
     bias: Literal["log_prob", "none"] = "log_prob"
     """`log_prob`: log P(i, j) is added to the attention scores (eq 15-16). `none` cuts the gradient to router and
     budget."""
@@ -144,7 +147,12 @@ class AAMoEConfig:
             _refuse(self, "num_experts", "must be at least 0")
         _require_choice(self, "context", ("routed", "none"))
         _require_choice(self, "local", get_args(Local))
-        _require_choice(self, "router_rope", ("relative", "none"))
+        _require_choice(self, "router", get_args(Router))
+        if self.router == "pooled":
+            if self.pooled_keys < 1 or self.chunk_size % self.pooled_keys:
+                _refuse(self, "pooled_keys", f"must divide chunk_size = {self.chunk_size}")
+            if self.local == "routed":
+                _refuse(self, "local", "the own chunk has no pooled keys before it ends; take router = 'learned'")
         _require_choice(self, "bias", ("log_prob", "none"))
         _require_choice(self, "signal", ("joint", "context_stopped", "experts_stopped", "separate"))
         _require_choice(self, "null_slot", ("none", "learned"))
@@ -159,6 +167,11 @@ class AAMoEConfig:
             _refuse(self, "num_experts", "a layer without context and local resources needs at least one expert")
         if self.context == "none" and self.local == "routed":
             _refuse(self, "local", "the own chunk cannot be routed when context is 'none'")
+
+    @property
+    def pool_size(self) -> int:
+        """Keys of a group whose mean is one pooled key."""
+        return self.chunk_size // self.pooled_keys
 
 
 @dataclasses.dataclass(frozen=True)

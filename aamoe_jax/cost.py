@@ -37,11 +37,23 @@ PEAK_FLOPS = {
 }
 
 
+def router_flops_per_token(config: ModelConfig, chunks: int) -> int:
+    """Scores of E + l resources: 2 d^2 + 2 d (E + l + 1) of a learned router, 2 d g (E + l) of g pooled keys of each.
+
+    Args:
+      chunks: l; what a token may not choose yet is scored, too.
+    """
+    layer, d = config.aamoe, config.d_model
+    if layer.router == "pooled":
+        return 2 * d * layer.pooled_keys * (layer.num_experts + chunks)
+    return 2 * d**2 + 2 * d * (layer.num_experts + chunks + 1)
+
+
 def aamoe_flops_per_token(config: ModelConfig, length: int) -> int:
-    """Projections 4 d (d + d_kv), router 2 d^2 + 2 d (E + l + 1), budget 2 d, predictor; the pairs come on top."""
+    """Projections 4 d (d + d_kv), router, budget 2 d, predictor; the pairs come on top."""
     layer, d = config.aamoe, config.d_model
     chunks = -(-length // layer.chunk_size)
-    flops = 4 * d * (d + config.kv_heads * config.head_dim) + 2 * d**2 + 2 * d * (layer.num_experts + chunks) + 4 * d
+    flops = 4 * d * (d + config.kv_heads * config.head_dim) + router_flops_per_token(config, chunks) + 2 * d
     if layer.budget.normalizer == "row":
         flops += 2 * layer.budget.predictor_width * (d + 1)
     return flops
@@ -194,8 +206,10 @@ def decode_bytes(config: ModelConfig, context: int, pairs: float) -> float:
     d, layer, size = config.d_model, config.aamoe, jnp.dtype(config.dtype).itemsize
     kv = config.kv_heads * config.head_dim
     dense = 4 * (2 * d * (d + kv) + 2 * d * config.ff_width) + 2 * size * kv * context
-    # W^Q, W^K, W^V, W^O, W_c; the scores read every expert's embedding and every chunk's key.
-    aamoe = 4 * (2 * d * (d + kv) + d**2 + d * layer.num_experts + d * -(-context // layer.chunk_size))
+    # W^Q, W^K, W^V, W^O, W_c; the scores read the vectors of every expert and every chunk.
+    resources = layer.num_experts + -(-context // layer.chunk_size)
+    scored = d * layer.pooled_keys * resources if layer.router == "pooled" else d**2 + d * resources
+    aamoe = 4 * (2 * d * (d + kv) + scored)
     if layer.budget.normalizer == "row":
         aamoe += 4 * layer.budget.predictor_width * (d + 2)
     rows = {"aamoe": aamoe, "parallel": dense}

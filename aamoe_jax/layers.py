@@ -15,6 +15,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from aamoe_jax.config import ModelConfig
 
+# Accelerators multiply float32 in fewer bits unless told otherwise, and choices would flip.
+HIGHEST = jax.lax.Precision.HIGHEST
+
 
 class Norm(nnx.Module):
     """RMSNorm, or LayerNorm when `kind` is "layer"; statistics in float32, a learned scale, no bias."""

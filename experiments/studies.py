@@ -42,6 +42,8 @@ class Variant(NamedTuple):
     """The variant whose runs it evaluates; None: its own."""
     without: frozenset[Skipped] = frozenset()
     """What is left out in the evaluation."""
+    matched: bool = True
+    """Whether it must have as many parameters as the first."""
 
 
 class Claim(NamedTuple):
@@ -146,6 +148,33 @@ STUDIES: Mapping[str, Study] = {
             Claim("one softmax over both is better than two", "one signal", "one for each"),
         ],
     ),
+    "selection": Study(
+        "What resources are ranked by, and what makes budgets differ",
+        {
+            "pooled keys, bounded budgets": stack("aamoe"),
+            "pooled keys, learned budgets": stack("aamoe", "BudgetConfig.importance = 'learned'"),
+            "pooled keys, uniform budgets": stack("aamoe", "BudgetConfig.importance = 'uniform'"),
+            "learned router, learned budgets": Variant(
+                (
+                    "ModelConfig.pattern = ('aamoe',)",
+                    "AAMoEConfig.router = 'learned'",
+                    "BudgetConfig.importance = 'learned'",
+                ),
+                matched=False,  # the router's own parameters come on top: it has no feed-forward that could give way
+            ),
+            "dense": stack("parallel"),
+        },
+        [
+            Claim(
+                "a ranking made of the attention is better than a learned one",
+                "pooled keys, learned budgets",
+                "learned router, learned budgets",
+            ),
+            Claim("bounds do not hurt budgets", "pooled keys, bounded budgets", "pooled keys, learned budgets"),
+            Claim("tokens should not all get the same", "pooled keys, bounded budgets", "pooled keys, uniform budgets"),
+            Claim("AA-MoE is better than a dense stack of its size", "pooled keys, bounded budgets", "dense"),
+        ],
+    ),
     "compute": Study(
         "Perplexity against compute, at similar size (AA-33)",
         {
@@ -199,7 +228,7 @@ def define_flags() -> None:
 def configs(
     study: Study, gin_files: Sequence[str], gin_params: Sequence[str], steps: int | None
 ) -> dict[str, ExperimentConfig]:
-    """The experiment of every variant, all of the size of the first; seeds are set later.
+    """The experiment of every variant, of the size of the first where it must be; seeds are set later.
 
     Raises:
       ConfigError: a variant that cannot be, or not in this size.
@@ -209,7 +238,7 @@ def configs(
         config = load_experiment(gin_files, [*gin_params, *variant.bindings])
         require_one_dataset(config)
         config = with_steps(config, steps)
-        found[name] = config if not found else _of_size(next(iter(found.values())), config)
+        found[name] = _of_size(next(iter(found.values())), config) if found and variant.matched else config
     return found
 
 

@@ -8,6 +8,8 @@ Shapes: b rows, L tokens per row, d width. Everything here is float32 (decision 
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -17,6 +19,15 @@ from aamoe_jax.config import BudgetConfig
 
 CAPPED = ("prefix", "predictor")
 """Budgets whose running spend is bounded online (decision 23)."""
+
+
+def bounded(importance: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
+    """Importance within +-log 2, so that no budget is more than 4 times the mean, or less than a quarter of it.
+
+    A token learns from what it was given alone. One that was given nothing useful learns to ask for less, and then for
+    certain finds nothing: without bounds, budgets run together into the few tokens that are well served already.
+    """
+    return math.log(2) * jnp.tanh(importance / math.log(2))
 
 
 def row_budgets(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,8 @@ from aamoe_jax.aamoe import parallel, resources, statistics
 from aamoe_jax.aamoe.allocation import Allocation, BiasScale, Choices, Kind, Purchase, Ranking
 from aamoe_jax.aamoe.cache import Cache, empty_cache
 from aamoe_jax.aamoe.parallel import Given, Softmax
-from aamoe_jax.aamoe.router import Router
+from aamoe_jax.aamoe.pooled import PooledRouter
+from aamoe_jax.aamoe.router import Heads, LearnedRouter
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.layers import (
     Projection,
@@ -50,9 +52,9 @@ UNBOUNDED = 2**30
 class AAMoELayer(nnx.Module):
     """Every token attends to the B_i resources that its budget affords, chunks and experts alike, in one call (AA-41).
 
-    Parameters: W^Q, W^K, W^V, W^O; the router's W_c and expert embeddings e_l; w_B; expert keys and values [E, m, d],
-    which bypass W^K, W^V and the rotary positions (decisions 08-10). One loss reaches them all (AA-22), and nothing but
-    attention mixes experts (AA-24).
+    Parameters: W^Q, W^K, W^V, W^O; W_c and expert embeddings e_l of a learned router; w_B; expert keys and values
+    [E, m, d], which bypass W^K, W^V and the rotary positions (decisions 08-10). One loss reaches them all (AA-22), and
+    nothing but attention mixes experts (AA-24).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -61,7 +63,7 @@ class AAMoELayer(nnx.Module):
         shape = (layer.num_experts, layer.chunk_size, width)
         self.qkv = QueryKeyValue(config, rngs=rngs)
         self.output = Projection(width, width, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config))
-        self.router = Router(config, rngs=rngs)
+        self.router = PooledRouter(config) if layer.router == "pooled" else LearnedRouter(config, rngs=rngs)
         self.importance = nnx.Param(jnp.zeros(width), axes=(None,))
         # Experts (AA-08). Standard deviation 1 is that of W^K h and W^V h (decision 29).
         axes = ("resources", "storage", "heads")
@@ -87,10 +89,10 @@ class AAMoELayer(nnx.Module):
         """The layer's output, 0 for tokens without budget (AA-26), and its statistics."""
         length = h.shape[1]
         h, context = self._prepare(h, context)
-        together = context.shards.gather(h, TENSOR)
-        allocation, about_budget = self._allocate(h, together, context)
-        heads, mass, overflow = self._attend(together, allocation, context)
-        output = context.shards.scatter_sum(self.output(merge_heads(heads)), TENSOR)
+        heads = self._project(h, context)
+        allocation, about_budget = self._allocate(h, heads, context)
+        attention, mass, overflow = self._attend(heads, allocation, context)
+        output = context.shards.scatter_sum(self.output(merge_heads(attention)), TENSOR)
         about = statistics.spending(
             allocation,
             mass,
@@ -113,24 +115,44 @@ class AAMoELayer(nnx.Module):
     def allocate(self, h: Float[Array, "b n d"], context: Context) -> Allocation:
         """Which resources every token of h gets (eq 8); rows are padded to whole chunks."""
         h, context = self._prepare(h, context)
-        return self._allocate(h, context.shards.gather(h, TENSOR), context)[0]
+        return self._allocate(h, self._project(h, context), context)[0]
 
-    def _allocate(
-        self, h: Float[Array, "b n d"], together: Float[Array, "b s d"], context: Context
-    ) -> tuple[Allocation, Statistics]:
-        m, turns = self.config.aamoe.chunk_size, context.turns(self.config)
-        ends = context.shards.gather(resources.chunk_ends(together, m), RESOURCE)
-        scores = self.router(h, turns.tokens, ends, turns.ends, context.shards)
-        chunk = context.index // m
-        chunk_segment = resources.chunk_ends(context.segment_ids, m)
-        chunks = resources.available_chunks(chunk, context.segments_here, chunk_segment)
-        choices = self._choices(*scores, chunk, chunks, context)
+    def _project(self, h: Float[Array, "b n d"], context: Context) -> Heads:
+        together = context.shards.gather(h, TENSOR)
+        query, key, value = self.qkv(together)
+        turn = context.turns(self.config).heads_here(context.shards)
+        # Eq 9 (AA-16): chunk keys are projected, then rotated; expert rows are neither.
+        rotated = rotate_heads(query, turn), rotate_heads(key, turn)
+        return Heads(together, query, *rotated, value, *self._expert_heads(h.dtype))
+
+    def _expert_heads(self, dtype: Any) -> tuple[Float[Array, "E m H k"], Float[Array, "E m H k"]]:
+        """Keys, normed like those of chunks, and values."""
+        rows = (self.expert_keys[...], self.expert_values[...])
+        key, value = (split_heads(x.astype(dtype), self.config.head_dim) for x in rows)
+        return self.qkv.norm_key(key), value
+
+    def _allocate(self, h: Float[Array, "b n d"], heads: Heads, context: Context) -> tuple[Allocation, Statistics]:
+        chunk, chunks = context.index // self.config.aamoe.chunk_size, self._available_chunks(context)
+        scores = self.router.scores(h, heads, chunks, context)
+        choices = self._choices(*scores, chunk, context.shards.part(chunks, TENSOR), context)
         budget, purse, about = self._budgets(h, self._largest_purse(choices, context), context)
         ranking, bought = self._buy(choices, chunk, budget, purse, context)
         if context.detail == "resources":
             # The log probability of unused slots is set to 0, so that theirs reads 1: it means nothing.
             about["probability"] = jnp.exp(allocation_lib.allocate(ranking, bought, "normalized").log_prob)
         return allocation_lib.allocate(ranking, bought, self._bias_scale), about | {"paid": purse}
+
+    def _available_chunks(self, context: Context) -> Bool[Array, "b s l"]:
+        """Which chunks the tokens that attend together can be given."""
+        everywhere = jnp.broadcast_to(jnp.arange(context.segment_ids.shape[1]), context.segment_ids.shape)
+        index, segment = (context.shards.part(x, RESOURCE) for x in (everywhere, context.segment_ids))
+        m = self.config.aamoe.chunk_size
+        chunks = resources.available_chunks(index // m, segment, resources.chunk_ends(context.segment_ids, m))
+        return self._routed(chunks)
+
+    def _routed(self, chunks: Bool[Array, "b s l"]) -> Bool[Array, "b s l"]:
+        """Those of the completed chunks that can be chosen: without routed context none."""
+        return jnp.zeros_like(chunks) if self.config.aamoe.context == "none" else chunks
 
     def _choices(
         self,
@@ -145,12 +167,10 @@ class AAMoELayer(nnx.Module):
 
         Args:
           chunk: the chunk that each token is in.
-          chunks: which chunks of its document are completed.
+          chunks: which chunks it can be given.
         """
         layer, own = self.config.aamoe, chunk[..., None]
         scores = jnp.concatenate([chunk_scores, expert_scores], axis=-1)
-        if layer.context == "none":
-            chunks = jnp.zeros_like(chunks)
         experts = jnp.broadcast_to(context.real[..., None], expert_scores.shape)
         available = jnp.concatenate([chunks, experts], axis=-1)
         if layer.local == "routed":
@@ -186,7 +206,7 @@ class AAMoELayer(nnx.Module):
         partition = None
         if self._bias_scale == "normalized" or context.detail == "resources":
             partition = allocation_lib.log_partition(choices.scores, choices.available, choices.local)
-            if layer.signal == "separate":  # each kind adds up to 1 as it is
+            if layer.signal == "separate" or layer.router == "pooled":  # P(choose) adds up to 1 as it is
                 partition = jnp.zeros_like(partition)
         if share is not None:
             kinds = allocation_lib.shares(choices, purse, share, layer.num_experts)
@@ -231,9 +251,11 @@ class AAMoELayer(nnx.Module):
 
     def _importance(self, h: Float[Array, "b L d"]) -> Float[Array, "b L"]:
         """w_B . h, divided by sqrt(d) like the router's scores: an optimizer moves all entries of w_B at once."""
-        if self.config.aamoe.budget.importance == "uniform":
+        kind = self.config.aamoe.budget.importance
+        if kind == "uniform":
             return jnp.zeros(h.shape[:2])
-        return h.astype(jnp.float32) @ self.importance[...] * h.shape[-1] ** -0.5
+        importance = h.astype(jnp.float32) @ self.importance[...] * h.shape[-1] ** -0.5
+        return importance if kind == "learned" else budget_lib.bounded(importance)
 
     def _predict(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b L"]:
         if self.config.aamoe.budget.normalizer != "row":
@@ -244,37 +266,28 @@ class AAMoELayer(nnx.Module):
         return self.predictor(h, context.beta)
 
     def _attend(
-        self, together: Float[Array, "b s d"], allocation: Allocation, context: Context
+        self, heads: Heads, allocation: Allocation, context: Context
     ) -> tuple[Float[Array, "b s H k"], Float[Array, "b n K"], Num[Array, ""] | int]:
         """Heads of the tokens that attend together, attention mass of every slot, and pairs that had no room."""
         shards = context.shards
-        query, key, value = self.qkv(together)
-        key = rotate_heads(key, context.turns(self.config).heads_here(shards))
-        # Eq 9 (AA-16): chunk keys are projected, then rotated; expert rows are neither.
-        expert_key, expert_value = (
-            split_heads(x[...].astype(together.dtype), self.config.head_dim)
-            for x in (self.expert_keys, self.expert_values)
-        )
-        experts = self.qkv.norm_key(expert_key), expert_value
         given = Given(allocation.resource, self._bias(allocation), allocation.count)
         given = Given(*(shards.gather(x, TOKENS) for x in given))
         attend = self._attend_here if shards.resource == 1 else self._attend_everywhere
-        attention, mass, overflow = attend(query, (key, value), experts, given, context)
+        attention, mass, overflow = attend(heads, given, context)
         mass = shards.scatter_sum(mass, TENSOR) / shards.tensor  # the mean over heads
         used = jnp.arange(mass.shape[-1]) < allocation.count[..., None]
         return self._beside_null(attention), jnp.where(used, mass, 0), overflow
 
     def _attend_here(
         self,
-        query: Float[Array, "b L H k"],
-        chunks: tuple[Float[Array, "b L H k"], Float[Array, "b L H k"]],
-        experts: tuple[Float[Array, "E m H k"], Float[Array, "E m H k"]],
+        heads: Heads,
         given: Given,
         context: Context,
     ) -> tuple[Softmax, Float[Array, "b L K"], int]:
         """All resources are here: one call, the window in it (AA-17)."""
         rows, length = context.segment_ids.shape
-        keys, values = (resources.representation_tensor(x, y) for x, y in zip(chunks, experts, strict=True))
+        keys = resources.representation_tensor(heads.key, heads.expert_key)
+        values = resources.representation_tensor(heads.value, heads.expert_value)
         window, routed = self._window_apart(given)
         if window is not None:
             segment = (length + 1) * jnp.arange(rows)[:, None] + context.segment_ids
@@ -282,8 +295,8 @@ class AAMoELayer(nnx.Module):
         resource = resources.flat_index(routed.resource, self._num_chunks(context))
         visible = routed.visible(self._prefix_of(context), self.config.aamoe.chunk_size)
         attention = block_sparse_attention(
-            flatten_tokens(rotate_heads(query, context.turns(self.config).heads)),
-            flatten_tokens(query),
+            flatten_tokens(heads.rotated_query),
+            flatten_tokens(heads.query),
             keys,
             values,
             Pairs(*map(flatten_tokens, (resource, routed.bias, visible, routed.count))),
@@ -301,9 +314,7 @@ class AAMoELayer(nnx.Module):
 
     def _attend_everywhere(
         self,
-        query: Float[Array, "b s H k"],
-        chunks: tuple[Float[Array, "b s H k"], Float[Array, "b s H k"]],
-        experts: tuple[Float[Array, "e m H k"], Float[Array, "e m H k"]],
+        heads: Heads,
         given: Given,
         context: Context,
     ) -> tuple[Softmax, Float[Array, "b s K"], Int[Array, ""]]:
@@ -313,14 +324,15 @@ class AAMoELayer(nnx.Module):
         window, rest = self._window_apart(given)
         prefix_of = self._prefix_of(context)
         max_pairs = self._max_pairs(context, rest.resource.shape[-1])
+        chunks, experts = (heads.key, heads.value), (heads.expert_key, heads.expert_value)
         routed = parallel.routed_attention(
-            query, chunks, experts, rest, prefix_of, turns.heads, shards, max_pairs=max_pairs, **how
+            heads.query, chunks, experts, rest, prefix_of, turns.heads, shards, max_pairs=max_pairs, **how
         )
         if window is None:
             return routed
         window = shards.part(window, RESOURCE)
-        turned, m = rotate_heads(query, turns.heads_here(shards)), self.config.aamoe.chunk_size
-        near = parallel.window_attention(turned, chunks, window, context.segment_ids, shards, m=m, **how)
+        m = self.config.aamoe.chunk_size
+        near = parallel.window_attention(heads.rotated_query, chunks, window, context.segment_ids, shards, m=m, **how)
         whole = parallel.together(routed.attention, near)
         left = jax.lax.stop_gradient(jnp.exp(routed.attention.lse - whole.lse)).mean(-1, keepdims=True)
         mass = jnp.concatenate([1.0 - left, left * routed.mass], axis=-1)
@@ -357,40 +369,35 @@ class AAMoELayer(nnx.Module):
 
     def empty_cache(self, rows: int, length: int) -> Cache:
         """Room for `length` tokens in every row."""
-        return empty_cache(self.config, rows, length)
+        expert_key = self.router.expert_keys(self._expert_heads(self.config.dtype)[0])
+        return empty_cache(self.config, rows, length)._replace(expert_key=expert_key)
 
     def fill(self, h: Float[Array, "b L d"], context: Context, cache: Cache) -> Cache:
         """The cache after a prompt: its pages, and what it spent. Every row is one document and its padding."""
         h, context = self._prepare(h, context)
-        _, key, value = self.qkv(h)
-        turns = context.turns(self.config)
-        key = rotate_heads(key, turns.heads)
-        router_key = self.router.chunk_keys(resources.chunk_ends(h, self.config.aamoe.chunk_size), turns.ends)
+        heads = self._project(h, context)
         importance = jnp.where(context.real, self._importance(h), -jnp.inf)
         log_mean = jax.nn.logsumexp(importance, axis=-1) - jnp.log(context.real.sum(-1))
-        spent = self._allocate(h, h, context)[1]["paid"].sum(-1)
-        return cache.fill(merge_heads(key), merge_heads(value), router_key)._replace(
+        spent = self._allocate(h, heads, context)[1]["paid"].sum(-1)
+        router_key = self.router.page_keys(heads, context)
+        return cache.fill(merge_heads(heads.key), merge_heads(heads.value), router_key)._replace(
             log_mean=jnp.stack([log_mean, jnp.zeros_like(log_mean)], axis=1), spent=spent
         )
 
     def decode(self, h: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
         """One more token in every row, at `context.positions`: what the layer would give it in a row of all of them."""
         context, layer, size = self._scaled(context), self.config.aamoe, self.config.head_dim
-        query, key, value = self.qkv(h)
-        turns = context.turns(self.config)
-        turn_heads, turn = turns.heads, turns.tokens
-        keys = (merge_heads(rotate_heads(key, turn_heads)), merge_heads(value), self.router.chunk_keys(h, turn))
-        cache = cache.write(context.positions, *keys)
+        heads = self._project(h, context)
+        cache = cache.write(context.positions, merge_heads(heads.key), merge_heads(heads.value))
         chunk = context.positions // layer.chunk_size
-        completed = jnp.arange(cache.key.shape[1]) < chunk[..., None]
-        query_router, expert_scores, local_scores = self.router.project(h, turn)
-        chunk_scores = cache.chunk_scores(query_router)
-        choices = self._choices(chunk_scores, expert_scores, local_scores, chunk, completed, context)
+        chunks = self._routed(jnp.arange(cache.key.shape[1]) < chunk[..., None])
+        scores, cache = self.router.next_scores(h, heads, chunks, context, cache)
+        choices = self._choices(*scores, chunk, chunks, context)
         budget, purse, cache = self._next_budget(h, self._largest_purse(choices, context), context, cache)
         allocation = allocation_lib.allocate(*self._buy(choices, chunk, budget, purse, context), self._bias_scale)
         output, lse = paged_attention(
-            rotate_heads(query, turn_heads)[:, 0],
-            query[:, 0],
+            heads.rotated_query[:, 0],
+            heads.query[:, 0],
             split_heads(cache.key, size),
             split_heads(cache.value, size),
             split_heads(self.expert_keys[...], size),
@@ -398,8 +405,8 @@ class AAMoELayer(nnx.Module):
             self._paged_slots(allocation, context.positions),
             norm_expert_key=self.qkv.norm_key,
         )
-        heads = self._beside_null(Softmax(output[:, None], lse[:, None]))
-        return self.output(merge_heads(heads)), cache
+        attention = self._beside_null(Softmax(output[:, None], lse[:, None]))
+        return self.output(merge_heads(attention)), cache
 
     def _next_budget(
         self, h: Float[Array, "b 1 d"], most: Int[Array, "b 1"], context: Context, cache: Cache

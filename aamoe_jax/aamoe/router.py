@@ -1,24 +1,48 @@
 """Router scores r_ij of every resource for every token (eq 4; AA-09, AA-10; decisions 04-06).
 
-Shapes: b rows, n tokens of each, l chunks per row, E experts, d width. Everything here is float32 (decision 38).
+A router has, beside parameters of its own: `scores` of whole rows; `page_keys` and `expert_keys`, what it keeps of
+chunks and experts while decoding; and `next_scores` of one more token. The other router is in `pooled.py`.
+
+Shapes: b rows, s tokens that attend together, n of them here, l chunks per row, E experts, d width, H heads here, k
+head size. Scores are float32 (decision 38).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
+from aamoe_jax.aamoe.cache import Cache
+from aamoe_jax.aamoe.resources import chunk_ends
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import Rotation, rotate
+from aamoe_jax.layers import HIGHEST, Rotation, rotate, split_heads
+from aamoe_jax.mixers.base import Context
 from aamoe_jax.shards import RESOURCE, WHOLE, Shards
 
-# Accelerators multiply float32 in fewer bits unless told otherwise, and choices would flip.
-HIGHEST = jax.lax.Precision.HIGHEST
+Scores = tuple[Float[Array, "b n l"], Float[Array, "b n E"], Float[Array, "b n"]]
+"""Of the row's chunks, of the experts, and of the token's neighbourhood."""
 
 
-class Router(nnx.Module):
+class Heads(NamedTuple):
+    """Queries, keys and values of the tokens that attend together, and of the experts here."""
+
+    h: Float[Array, "b s d"]
+    """What they are projections of."""
+    query: Float[Array, "b s H k"]
+    """Not rotated: what meets experts."""
+    rotated_query: Float[Array, "b s H k"]
+    key: Float[Array, "b s H k"]
+    """Rotated."""
+    value: Float[Array, "b s H k"]
+    expert_key: Float[Array, "e m H k"]
+    expert_value: Float[Array, "e m H k"]
+
+
+class LearnedRouter(nnx.Module):
     """r_ij = (W_c^T h_i, turned to position i) . (c_j, turned to the end of chunk j) / sqrt(d) for chunks of context,
     where c_j is the h of the chunk's last token; r_il = h_i . e_l / sqrt(d) for experts.
     """
@@ -27,9 +51,41 @@ class Router(nnx.Module):
         width = config.d_model
         kernel = width**-0.5 * jax.random.normal(rngs.params(), (width, width))
         embeddings = jax.random.normal(rngs.params(), (config.aamoe.num_experts, width))
+        self.config = config
         self.context_kernel = nnx.Param(kernel, axes=("storage_float32", None))
         self.expert_embeddings = nnx.Param(embeddings, axes=("resources", "storage_float32"))
-        self.rope = config.aamoe.router_rope
+        self.rotary = config.aamoe.router == "learned"
+
+    def scores(self, h: Float[Array, "b n d"], heads: Heads, chunks: Bool[Array, "b s l"], context: Context) -> Scores:
+        """Scores of whole rows.
+
+        Args:
+          chunks: which chunks the tokens that attend together can be given.
+        """
+        del chunks  # a score depends on no other
+        turns, shards = context.turns(self.config), context.shards
+        ends = shards.gather(chunk_ends(heads.h, self.config.aamoe.chunk_size), RESOURCE)
+        return self(h, turns.tokens, ends, turns.ends, shards)
+
+    def page_keys(self, heads: Heads, context: Context) -> Float[Array, "b l H k"]:
+        """What the chunks of a prompt are scored by, in heads."""
+        ends = chunk_ends(heads.h, self.config.aamoe.chunk_size)
+        return split_heads(self.chunk_keys(ends, context.turns(self.config).ends), self.config.head_dim)
+
+    def expert_keys(self, keys: Float[Array, "E m H k"]) -> Float[Array, "0 1 H k"]:
+        """What experts are scored by beside their embeddings: nothing."""
+        return keys[:0, :1].astype(jnp.float32)
+
+    def next_scores(
+        self, h: Float[Array, "b 1 d"], heads: Heads, chunks: Bool[Array, "b 1 l"], context: Context, cache: Cache
+    ) -> tuple[Scores, Cache]:
+        """Scores of one more token in every row, and the cache with what its page would be scored by if it ended it."""
+        del heads, chunks
+        turn, size = context.turns(self.config).tokens, self.config.head_dim
+        page = context.positions // self.config.aamoe.chunk_size
+        cache = cache.write_router_key(page, split_heads(self.chunk_keys(h, turn), size))
+        query, experts, local = self.project(h, turn)
+        return (cache.chunk_scores(split_heads(query, size)).sum((1, 3))[:, None], experts, local), cache
 
     def __call__(
         self,
@@ -52,7 +108,7 @@ class Router(nnx.Module):
     def chunk_keys(self, ends: Float[Array, "b l d"], turn: Rotation) -> Float[Array, "b l d"]:
         """What chunks are scored by: the h of their last tokens, turned to where these stand."""
         ends = ends.astype(jnp.float32)
-        return rotate(ends, turn) if self.rope == "relative" else ends
+        return rotate(ends, turn) if self.rotary else ends
 
     def project(
         self, h: Float[Array, "b n d"], turn: Rotation, shards: Shards = WHOLE
@@ -70,4 +126,4 @@ class Router(nnx.Module):
         # Every token scores all experts: of each it takes one vector, m times less than its keys.
         embeddings = shards.gather(self.expert_embeddings[...], RESOURCE, 0)
         experts = scale * jnp.matmul(h, embeddings.T, precision=HIGHEST)
-        return rotate(query, turn) if self.rope == "relative" else query, experts, local
+        return rotate(query, turn) if self.rotary else query, experts, local

@@ -287,17 +287,24 @@ def aamoe(at: Setting) -> Costs:
     """Router, budget, the local window, and the pairs that the budget buys (decision 35; AA-37)."""
     config, d, s, given = at.config, at.width, at.size, attended(at)
     m, experts = config.aamoe.chunk_size, config.aamoe.num_experts
-    # W_c, the scores of all resources and of the own neighbourhood, w_B; and keys.
-    router = 2 * d**2 + 2 * d * (at.chunks + experts) + 4 * d
+    pooled = config.aamoe.router == "pooled"
+    groups = config.aamoe.pooled_keys if pooled else 1
+    # The scores of all resources, w_B; W_c and the score of the own neighbourhood; and keys.
+    router = 2 * d * groups * (at.chunks + experts) + 2 * d
+    if not pooled:
+        router += 2 * d**2 + 2 * d
     if config.aamoe.budget.normalizer == "row":
         router += 2 * config.aamoe.budget.predictor_width * (d + 1)
     keys = given.window_keys + given.pairs * m
-    # h in float32 for the router, its query, and that turned; queries un-rotated, keys and values as resources, the sum
-    # in float32. Ten numbers for every slot: choices, scores, log P and their masks.
-    saved = 3 * FLOAT * d + saved_turn(d) + 3 * s * d + FLOAT * d + 10 * FLOAT * given.slots
+    # Of a learned router h in float32, its query, and that turned; of pooled keys themselves, their means and lengths,
+    # and the keys in float32. Queries un-rotated, keys and values as resources, the sum in float32. Ten numbers for
+    # every slot: choices, scores, log P and their masks.
+    scored = FLOAT * d * (1 + 2 * groups / m) if pooled else 3 * FLOAT * d + saved_turn(d)
+    saved = scored + 3 * s * d + FLOAT * d + 10 * FLOAT * given.slots
     table = Costs(activation_bytes=experts * m * (saved_norm(config, d) + 2 * s * d))
-    # Pages, a router key of each, and what the budget counts.
-    cached = at.rows * (at.chunks * (2 * m * d * s + FLOAT * d) + 3 * FLOAT)
+    # Pages, the vectors that each is scored by, and what the budget counts; pooled keys of experts once for all rows.
+    cached = at.rows * (at.chunks * (2 * m * d * s + FLOAT * groups * d) + 3 * FLOAT)
+    cached += FLOAT * d * experts * groups if pooled else 0
     return (
         projections(at) + rotated(at) + at.per_token(router + 4 * d * keys, saved) + table + Costs(cache_bytes=cached)
     )

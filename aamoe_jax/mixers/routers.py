@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from aamoe_jax.aamoe.router import HIGHEST
 from aamoe_jax.config import ModelConfig
+from aamoe_jax.layers import HIGHEST
 from aamoe_jax.mixers.base import Cache, Context
 from aamoe_jax.shards import RESOURCE
 

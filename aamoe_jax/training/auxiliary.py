@@ -17,6 +17,9 @@ from aamoe_jax.mixers.base import Statistics
 
 LOSSES = ("predictor_loss", "balance_loss", "sparsity_loss")
 """The statistics that are such losses."""
+PREDICTOR_WEIGHT = 0.1
+"""Of a loss whose gradient stops at the predictor's input, is clipped by itself, and meets Adam: it never changes the
+model."""
 FIRST_WEIGHT = 1e-8
 """lambda_0: the sparsity loss begins without a say, and its weight grows for as long as it is needed (UNI-05)."""
 FACTOR = 1.2
@@ -33,7 +36,7 @@ def loss_weights(config: ModelConfig, sparsity_weight: Float[Array | np.ndarray,
     """
     balanced = len(config.layers_of("moe")) + len(config.layers_of("switch"))
     return {
-        "predictor_loss": config.aamoe.budget.predictor_weight,
+        "predictor_loss": PREDICTOR_WEIGHT,
         "balance_loss": balanced * config.moe.balance_weight,  # Switch adds those of all layers
         "sparsity_loss": sparsity_weight,
     }

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from aamoe_jax.aamoe.budget import (
     BudgetPredictor,
+    bounded,
     cap_spending,
     floor_causal_budgets,
     floor_row_budgets,
@@ -71,6 +72,22 @@ def test_row_budgets_never_sum_past_the_total(length, scale):
 def test_one_token_can_use_the_entire_budget():
     importance = jnp.zeros((1, 64)).at[0, 10].set(100.0)
     assert int(floor_row_budgets(row_budgets(importance, jnp.ones((1, 64), bool), 4.0))[0, 10]) == 256
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 1e4])
+def test_bounded_budgets_stay_within_4_times_the_mean(scale):
+    row = scale * jax.random.normal(jax.random.key(0), (3, 200))
+    for budgets in (
+        row_budgets(bounded(row), jnp.ones(row.shape, bool), 4.0),
+        prefix_budgets(bounded(row), jnp.ones(row.shape, jnp.int32), 4.0),
+    ):
+        assert 1.0 <= float(budgets.min()) < 4.0 < float(budgets.max()) <= 16.0 + 1e-4
+    assert (jnp.diff(bounded(jnp.sort(row))) >= 0).all()
+
+
+def test_small_importance_is_hardly_bounded():
+    np.testing.assert_allclose(bounded(jnp.array([-0.01, 0.0, 0.01])), [-0.01, 0.0, 0.01], atol=1e-6)
+    assert float(jax.grad(lambda x: bounded(x))(0.0)) == 1.0
 
 
 def test_a_row_of_padding_has_no_budget_and_no_nan():

@@ -27,26 +27,54 @@ def turn_heads(x: np.ndarray, position: int) -> np.ndarray:
     return np.stack([turn(head, position) for head in heads(x)])
 
 
+def learned_scores(layer, h: np.ndarray, i: int) -> tuple[dict, float]:
+    """Eq 4, and the score of the token's own neighbourhood."""
+    router, embeddings = (
+        np.asarray(x[...], np.float64) for x in (layer.router.context_kernel, layer.router.expert_embeddings)
+    )
+    route, score_of = h[i] @ router, {}
+    for j in range(i // M):
+        end = (j + 1) * M - 1
+        score_of["chunk", j] = turn(route, i) @ turn(h[end], end) / D**0.5
+    score_of |= {("expert", e): embeddings[e] @ h[i] / D**0.5 for e in range(len(embeddings))}
+    return score_of, route @ h[i] / D**0.5
+
+
+def pooled_scores(size: int, query: np.ndarray, keys: np.ndarray, expert_keys: np.ndarray, i: int) -> dict:
+    """log P(choose) from pooled keys: a softmax over all of them in every head, then the mean over heads."""
+
+    def weights(query: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        total = np.zeros(HEADS)
+        for group in rows.reshape(-1, size, HEADS, D // HEADS):
+            mean = group.mean(0)
+            length = np.sqrt(np.square(group).mean((0, 2)) / np.square(mean).mean(-1))
+            total += np.exp(np.einsum("hk,hk->h", query, mean * length[:, None]) / (D / HEADS) ** 0.5)
+        return total
+
+    weight_of = {}
+    for j in range(i // M):
+        turned = np.stack([turn_heads(keys[t], t) for t in range(j * M, (j + 1) * M)])
+        weight_of["chunk", j] = weights(turn_heads(query, i), turned)
+    weight_of |= {("expert", e): weights(heads(query), heads(rows)) for e, rows in enumerate(expert_keys)}
+    total = sum(weight_of.values())
+    return {name: np.log((weight / total).mean()) for name, weight in weight_of.items()}
+
+
 def naive_layer(layer, h: np.ndarray, budget: np.ndarray, count: np.ndarray) -> np.ndarray:
     """Section 2.2 for one row, in float64, a token at a time: rank, afford, attend. Budgets are given."""
     config = layer.config.aamoe
     weights = {name: np.asarray(getattr(layer.qkv, name).kernel[...], np.float64) for name in ("query", "key", "value")}
-    router, embeddings = (
-        np.asarray(x[...], np.float64) for x in (layer.router.context_kernel, layer.router.expert_embeddings)
-    )
     expert_keys, expert_values = (np.asarray(x[...], np.float64) for x in (layer.expert_keys, layer.expert_values))
     keys, values = h @ weights["key"], h @ weights["value"]
     output = np.zeros_like(h)
     for i in range(len(h)):
         if count[i] == 0:
             continue
-        own, query, route = i // M, h[i] @ weights["query"], h[i] @ router
-        score_of = {}
-        for j in range(own):
-            end = (j + 1) * M - 1
-            score_of["chunk", j] = turn(route, i) @ turn(h[end], end) / D**0.5
-        score_of |= {("expert", e): embeddings[e] @ h[i] / D**0.5 for e in range(len(embeddings))}
-        local = route @ h[i] / D**0.5
+        own, query = i // M, h[i] @ weights["query"]
+        if config.router == "learned":
+            score_of, local = learned_scores(layer, h, i)
+        else:
+            score_of, local = pooled_scores(config.pool_size, query, keys, expert_keys, i), 0.0
         if config.local == "routed":
             score_of["chunk", own] = local
         ranked = sorted(score_of, key=lambda name: -score_of[name])
@@ -79,10 +107,16 @@ def naive_layer(layer, h: np.ndarray, budget: np.ndarray, count: np.ndarray) -> 
     return output @ np.asarray(layer.output.kernel[...], np.float64)
 
 
+ROUTERS = [(local, {}) for local in LOCALS] + [
+    (local, {"router": "pooled", "pooled_keys": count}) for local, count in (("window", 2), ("chunk", 1), ("none", M))
+]
+"""Every local resource under the learned router, and under pooled keys all that these allow."""
+
+
 @pytest.mark.parametrize("normalizer", ["row", "prefix"])
-@pytest.mark.parametrize("local", LOCALS)
-def test_layer_is_section_2_2(local, normalizer):
-    config = model_config(local=local, normalizer=normalizer, qk_norm="none")
+@pytest.mark.parametrize(("local", "router"), ROUTERS, ids=str)
+def test_layer_is_section_2_2(local, router, normalizer):
+    config = model_config(local=local, normalizer=normalizer, qk_norm="none", **router)
     layer = layer_of(config)
     h = inputs(1, 4 * M)
     context = dataclasses.replace(context_of(config, 1, 4 * M), detail="tokens")
@@ -95,11 +129,12 @@ def test_layer_is_section_2_2(local, normalizer):
 
 @pytest.mark.parametrize("kernel", ["reference", "xla"])
 @pytest.mark.parametrize("budget", ["prefix", "predictor"])
-@pytest.mark.parametrize("local", LOCALS)
-def test_the_past_does_not_move_when_the_future_changes(local, budget, kernel):
+@pytest.mark.parametrize(("local", "router"), ROUTERS, ids=str)
+def test_the_past_does_not_move_when_the_future_changes(local, router, budget, kernel):
     """Prefix invariance (AA-15), to the bit: every causal mode, L % m != 0 included."""
     length = 4 * M + 3
-    config = model_config(local=local, normalizer="row" if budget == "predictor" else "prefix", kernel=kernel)
+    normalizer = "row" if budget == "predictor" else "prefix"
+    config = model_config(local=local, normalizer=normalizer, kernel=kernel, **router)
     layer = layer_of(config)
     if budget == "predictor":
         layer.predictor.output_kernel[...] = jax.random.normal(jax.random.key(5), (8,))
@@ -241,12 +276,12 @@ def test_shifting_all_positions_changes_nothing():
 
 
 @pytest.mark.parametrize("normalizer", ["row", "prefix"])
-@pytest.mark.parametrize("local", LOCALS)
-def test_fast_path_equals_reference_in_the_layer(local, normalizer):
+@pytest.mark.parametrize(("local", "router"), ROUTERS, ids=str)
+def test_fast_path_equals_reference_in_the_layer(local, router, normalizer):
     """AA-17: outputs and all gradients, through both implementations of the attention."""
     results = []
     for kernel in ("reference", "xla"):
-        config = model_config(local=local, normalizer=normalizer, kernel=kernel)
+        config = model_config(local=local, normalizer=normalizer, kernel=kernel, **router)
         results.append(gradients(layer_of(config), inputs(2, 4 * M + 3), context_of(config, 2, 4 * M + 3)))
     for slow, fast in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(fast, slow, atol=1e-5 * max(1.0, float(jnp.abs(slow).max())))

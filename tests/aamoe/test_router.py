@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from aamoe_jax.aamoe.resources import chunk_ends, flat_index, representation_tensor
-from aamoe_jax.aamoe.router import Router
+from aamoe_jax.aamoe.router import LearnedRouter
 from aamoe_jax.layers import Rotation, rotation
 from tests.aamoe.helpers import D, E, M, inputs, model_config
 
@@ -33,7 +33,7 @@ def turn_of(positions: jax.Array) -> Rotation:
 
 
 def test_scores_are_eq_4():
-    router = Router(model_config(), rngs=nnx.Rngs(0))
+    router = LearnedRouter(model_config(), rngs=nnx.Rngs(0))
     h = inputs(1, 24)
     chunks, experts, local = scores_of(router, h, jnp.arange(24)[None])
     weights, embeddings = np.asarray(router.context_kernel[...], np.float64), np.asarray(router.expert_embeddings[...])
@@ -50,7 +50,7 @@ def test_scores_are_eq_4():
 
 @pytest.mark.parametrize("shift", [1, 17, 1000])
 def test_scores_do_not_change_when_everything_moves(shift):
-    router = Router(model_config(), rngs=nnx.Rngs(0))
+    router = LearnedRouter(model_config(), rngs=nnx.Rngs(0))
     h, positions = inputs(1, 24), jnp.arange(24)[None]
     here, there = scores_of(router, h, positions), scores_of(router, h, positions + shift)
     # Angles of position 1000 carry float32 rounding of about 1000 * 6e-8.
@@ -60,7 +60,7 @@ def test_scores_do_not_change_when_everything_moves(shift):
 
 
 def test_expert_scores_are_independent_of_position():
-    router = Router(model_config(), rngs=nnx.Rngs(0))
+    router = LearnedRouter(model_config(), rngs=nnx.Rngs(0))
     h, order = inputs(1, 24), np.random.default_rng(0).permutation(24)
     positions = jnp.arange(24)[None]
     np.testing.assert_array_equal(
@@ -68,8 +68,8 @@ def test_expert_scores_are_independent_of_position():
     )
 
 
-def test_router_rope_none_ignores_positions():
-    router = Router(model_config(router_rope="none"), rngs=nnx.Rngs(0))
+def test_without_rotary_positions_it_ignores_them():
+    router = LearnedRouter(model_config(router="learned_nope"), rngs=nnx.Rngs(0))
     h = inputs(1, 24)
     positions = jnp.arange(24)[None]
     assert (scores_of(router, h, positions)[0] == scores_of(router, h, positions * 7)[0]).all()
@@ -89,7 +89,7 @@ def test_flat_index_points_into_the_table_of_all_rows():
 
 
 def test_gradient_reaches_both_sides_of_the_router():
-    router = Router(model_config(), rngs=nnx.Rngs(0))
+    router = LearnedRouter(model_config(), rngs=nnx.Rngs(0))
     h, positions = inputs(1, 24), jnp.arange(24)[None]
 
     def loss(params, h):

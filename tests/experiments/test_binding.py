@@ -161,7 +161,7 @@ class TestTypes:
             ("DataConfig.mixture = (('code',),)", "expected tuple[tuple[str, float], ...]"),
             ("BudgetConfig.beta = '8'", "BudgetConfig.beta = '8': expected float | tuple[float, ...]"),
             ("OptimizerConfig.learning_rate = True", "OptimizerConfig.learning_rate = True: expected float"),
-            ("BudgetConfig.predictor_weight = 1e999", "BudgetConfig.predictor_weight = inf: expected float"),
+            ("OptimizerConfig.clip_norm = 1e999", "OptimizerConfig.clip_norm = inf: expected float"),
         ],
     )
     def test_field_value_and_type_are_named(self, binding, complaint, write):
