@@ -1,6 +1,7 @@
 """The layer against its definition, its limits, and the future (AA-01, AA-06, AA-15-17, AA-21-26, AA-30, AA-41)."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +126,53 @@ def test_layer_is_section_2_2(local, router, normalizer):
     assert len(set(count.tolist())) > 3, "budgets should differ, or the test shows little"
     expected = naive_layer(layer, np.asarray(h[0], np.float64), budget, count)
     np.testing.assert_allclose(output[0], expected, atol=2e-5)
+
+
+def naive_budgets(layer, h: np.ndarray) -> np.ndarray:
+    """Decision 21, in float64: beta exp(s_i) over the running mean of exp(s)."""
+    importance = h @ np.asarray(layer.importance[...], np.float64) / D**0.5
+    if layer.config.aamoe.budget.importance == "bounded":
+        importance = np.log(2) * np.tanh(importance / np.log(2))
+    weight = np.exp(importance)
+    return layer.config.betas[0] * weight / (np.cumsum(weight) / np.arange(1, len(weight) + 1))
+
+
+def layer_of_arrays(config, params: dict) -> SimpleNamespace:
+    """What `naive_layer` reads of a layer, with parameters of any type."""
+
+    def node(tree):
+        return SimpleNamespace(**{k: node(v) for k, v in tree.items()}) if isinstance(tree, dict) else tree
+
+    return SimpleNamespace(**vars(node(params)), config=config)
+
+
+@pytest.mark.parametrize("importance", ["learned", "bounded"])
+@pytest.mark.parametrize(("local", "router"), ROUTERS, ids=str)
+def test_gradients_are_differences_of_section_2_2(local, router, importance):
+    """Along a random direction of h and all parameters at once, and along each alone: router, budget, and what they
+    send to h, to chunks that were not read, and to experts (AA-22)."""
+    config = model_config(local=local, qk_norm="none", importance=importance, **router)
+    layer, h = layer_of(config), inputs(1, 4 * M)
+    context = dataclasses.replace(context_of(config, 1, 4 * M), detail="tokens")
+    count = np.asarray(apply(layer, h, context)[1]["spent"][0])
+    _, (gradient, slope_h) = gradients(layer, h, context)
+    float64 = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float64), tree)  # noqa: E731
+    at = float64((nnx.to_pure_dict(nnx.state(layer)), h))
+    found = jax.tree.leaves(float64((nnx.to_pure_dict(gradient), slope_h)))
+    leaves, structure = jax.tree.flatten(at)
+    random = np.random.default_rng(0)
+    directions = [random.normal(size=leaf.shape) for leaf in leaves]
+
+    def loss(step: float, chosen) -> float:
+        moved = [x + step * d if i in chosen else x for i, (x, d) in enumerate(zip(leaves, directions, strict=True))]
+        params, x = jax.tree.unflatten(structure, moved)
+        naive = layer_of_arrays(config, params)
+        return (naive_layer(naive, x[0], naive_budgets(naive, x[0]), count) ** 2).sum()
+
+    for chosen in [range(len(leaves)), *([index] for index in range(len(leaves)))]:
+        wanted = (loss(1e-6, chosen) - loss(-1e-6, chosen)) / 2e-6
+        slope = sum((found[index] * directions[index]).sum() for index in chosen)
+        assert slope == pytest.approx(wanted, rel=2e-3, abs=2e-3), chosen
 
 
 @pytest.mark.parametrize("kernel", ["reference", "xla"])

@@ -260,7 +260,10 @@ class TestShipped:
             "ModelConfig.norm": ("rms", "layer"),
             "ModelConfig.qk_norm": ("rms", "none"),
             "AAMoEConfig.local": ("window", "none"),
+            "AAMoEConfig.router": ("pooled", "learned"),
+            "AAMoEConfig.num_experts": (64, 61),
             "BudgetConfig.normalizer": ("prefix", "row"),
+            "BudgetConfig.importance": ("bounded", "learned"),
         }
 
     def test_baselines_differ_from_aamoe_in_mixer_and_width_alone(self):

@@ -77,9 +77,9 @@ class TestAA32:
         [
             (DENSE, AAMOE, "ModelConfig.norm", "flops", "is no number"),
             (DENSE, AAMOE, "ModelConfig.width", "flops", "no field is called"),
-            (DENSE, AAMOE, "AAMoEConfig.max_resources", "parameters", "more adds nothing"),
+            (WIDE, AAMOE, "AAMoEConfig.max_resources", "parameters", "more adds nothing"),
             (DENSE, AAMOE, "BudgetConfig.slack", "flops", "more adds nothing"),
-            (AAMOE, DENSE, "OptimizerConfig.beta1", "parameters", "the closest is"),
+            (WIDE, DENSE, "OptimizerConfig.beta1", "parameters", "the closest is"),
             (WIDE, DENSE, "ModelConfig.num_kv_heads", "parameters", r"the closest is 2, with 0\.\d+ times"),
             (WIDE, experiment("moe.gin"), "MoEConfig.top_k", "flops", r"the closest is 8, with 0\.\d+ times"),
             (WIDE, DENSE, "ModelConfig.depth_capacity", "flops", r"the closest is 1\.0, with 0\.\d+ times"),

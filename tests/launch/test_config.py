@@ -45,7 +45,7 @@ class TestDiff:
     def test_two_files(self):
         assert diff(["aamoe.gin", "dense.gin"]).splitlines()[1:] == [
             "ModelConfig.pattern: ('aamoe',) -> ('parallel',)",
-            "ModelConfig.d_ff: None -> 4256",
+            "ModelConfig.d_ff: None -> 4096",
         ]
 
     def test_one_file_is_compared_with_the_defaults(self):
