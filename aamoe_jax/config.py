@@ -88,8 +88,6 @@ class BudgetConfig:
     """Price of an expert, where a chunk of context costs 1 (AA-39); at least 1, so that a budget bounds the pairs."""
     slack: int = 64
     """Pairs by which the running spend of a causal budget may exceed beta * i (the cap, decision 23)."""
-    predictor_width: int = 64
-    """Hidden width of the causal predictor that is trained beside `row` budgets."""
 
     def __post_init__(self) -> None:
         betas = self.beta if isinstance(self.beta, tuple) else (self.beta,)
@@ -103,7 +101,6 @@ class BudgetConfig:
             _refuse(self, "expert_price", "must be a number of at least 1")
         if self.expert_share is not None and self.expert_price != 1:
             _refuse(self, "expert_price", "must be 1 where experts have a share of their own (expert_share)")
-        _require_positive(self, "predictor_width")
         if self.slack < 0:
             _refuse(self, "slack", "must be at least 0")
 
@@ -134,6 +131,9 @@ class AAMoEConfig:
     signal: Literal["joint", "context_stopped", "experts_stopped", "separate"] = "joint"
     """What the router learns from (AA-23): one softmax over chunks and experts (`joint`); the same without gradient to
     the scores of one of the two; or a softmax over each of the two for itself (`separate`)."""
+    key_convolution: bool = False
+    """Whether keys are of a token and a little of the three before it, channel by channel: with this, a key says what
+    came before as well, and a mean of keys more of its group."""
     null_slot: Literal["none", "learned"] = "none"
     """`learned`: one zero-valued key with a learned logit per head, so that one resource alone still carries
     gradient."""

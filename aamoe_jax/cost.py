@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from aamoe_jax.aamoe.budget import PREDICTOR_WIDTH
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.base import Statistics
-from aamoe_jax.mixers.routers import TOKENS_BEFORE
+from aamoe_jax.mixers.convolution import TOKENS_BEFORE
 
 # Peak dense bfloat16 FLOP/s of one device as JAX counts devices (vendors' data sheets).
 PEAK_FLOPS = {
@@ -55,7 +56,7 @@ def aamoe_flops_per_token(config: ModelConfig, length: int) -> int:
     chunks = -(-length // layer.chunk_size)
     flops = 4 * d * (d + config.kv_heads * config.head_dim) + router_flops_per_token(config, chunks) + 2 * d
     if layer.budget.normalizer == "row":
-        flops += 2 * layer.budget.predictor_width * (d + 1)
+        flops += 2 * PREDICTOR_WIDTH * (d + 1)
     return flops
 
 
@@ -128,7 +129,7 @@ def experts_flops_per_token(config: ModelConfig, name: str) -> int:
 
 def mixture_of_depths_flops_per_token(config: ModelConfig, length: int) -> int:
     """Router and predictor for all tokens, and the layer for those that are meant to go through."""
-    width = config.aamoe.budget.predictor_width
+    width = PREDICTOR_WIDTH
     return round(through_flops(config, length, config.depth_capacity)) + 2 * config.d_model * (width + 1) + 2 * width
 
 
@@ -211,7 +212,7 @@ def decode_bytes(config: ModelConfig, context: int, pairs: float) -> float:
     scored = d * layer.pooled_keys * resources if layer.router == "pooled" else d**2 + d * resources
     aamoe = 4 * (2 * d * (d + kv) + scored)
     if layer.budget.normalizer == "row":
-        aamoe += 4 * layer.budget.predictor_width * (d + 2)
+        aamoe += 4 * PREDICTOR_WIDTH * (d + 2)
     rows = {"aamoe": aamoe, "parallel": dense}
     mixers = sum(rows[name] for _, name in config.mixers)
     # Pages are in the model's type, experts in float32: taken as pages here.

@@ -117,18 +117,22 @@ class QueryKeyValue(nnx.Module):
             self.key_norm = Norm(config.head_dim, "rms")
 
     def __call__(
-        self, h: Float[Array, "b L d"]
+        self, h: Float[Array, "b L d"], of_keys: Float[Array, "b L d"] | None = None
     ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L H k"], Float[Array, "b L H k"]]:
-        """Queries and keys (normed, not yet rotated) and values of every token, for every head."""
-        query, key, value = self.grouped(h)
+        """Queries and keys (normed, not yet rotated) and values of every token, for every head.
+
+        Args:
+          of_keys: what keys are projected from; None: h.
+        """
+        query, key, value = self.grouped(h, of_keys)
         return query, jnp.repeat(key, self.group, axis=-2), jnp.repeat(value, self.group, axis=-2)
 
     def grouped(
-        self, h: Float[Array, "b L d"]
+        self, h: Float[Array, "b L d"], of_keys: Float[Array, "b L d"] | None = None
     ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
         """The same with the keys and values of each group of heads once."""
         query = split_heads(self.query(h), self.head_dim)
-        key = split_heads(self.key(h), self.head_dim)
+        key = split_heads(self.key(h if of_keys is None else of_keys), self.head_dim)
         value = split_heads(self.value(h), self.head_dim)
         if self.qk_norm == "rms":
             query = self.query_norm(query)

@@ -83,6 +83,7 @@ STACKS: Mapping[str, Stack] = {
         "#E69F00",
         (
             "AAMoEConfig.router = 'learned'",
+            "AAMoEConfig.key_convolution = False",
             "AAMoEConfig.local = 'none'",
             "BudgetConfig.normalizer = 'row'",
             "BudgetConfig.importance = 'learned'",
@@ -93,7 +94,11 @@ STACKS: Mapping[str, Stack] = {
     "learned": Stack(
         "AA-MoE, learned router",
         VERMILION,
-        ("AAMoEConfig.router = 'learned'", "BudgetConfig.importance = 'learned'"),
+        (
+            "AAMoEConfig.router = 'learned'",
+            "AAMoEConfig.key_convolution = False",
+            "BudgetConfig.importance = 'learned'",
+        ),
     ),
     "default": Stack("AA-MoE", BLUE),
 }

@@ -151,28 +151,27 @@ STUDIES: Mapping[str, Study] = {
     "selection": Study(
         "What resources are ranked by, and what makes budgets differ",
         {
-            "pooled keys, bounded budgets": stack("aamoe"),
-            "pooled keys, learned budgets": stack("aamoe", "BudgetConfig.importance = 'learned'"),
-            "pooled keys, uniform budgets": stack("aamoe", "BudgetConfig.importance = 'uniform'"),
-            "learned router, learned budgets": Variant(
+            "AA-MoE": stack("aamoe"),
+            "without convolution": stack("aamoe", "AAMoEConfig.key_convolution = False"),
+            "learned router": Variant(
                 (
                     "ModelConfig.pattern = ('aamoe',)",
                     "AAMoEConfig.router = 'learned'",
+                    "AAMoEConfig.key_convolution = False",
                     "BudgetConfig.importance = 'learned'",
                 ),
                 matched=False,  # the router's own parameters come on top: it has no feed-forward that could give way
             ),
             "dense": stack("parallel"),
+            "uniform budgets": stack("aamoe", "BudgetConfig.importance = 'uniform'"),
+            "unbounded budgets": stack("aamoe", "BudgetConfig.importance = 'learned'"),
         },
         [
-            Claim(
-                "a ranking made of the attention is better than a learned one",
-                "pooled keys, learned budgets",
-                "learned router, learned budgets",
-            ),
-            Claim("bounds do not hurt budgets", "pooled keys, bounded budgets", "pooled keys, learned budgets"),
-            Claim("tokens should not all get the same", "pooled keys, bounded budgets", "pooled keys, uniform budgets"),
-            Claim("AA-MoE is better than a dense stack of its size", "pooled keys, bounded budgets", "dense"),
+            Claim("ranking by pooled keys is better than by a learned router", "without convolution", "learned router"),
+            Claim("keys should know the tokens before theirs", "AA-MoE", "without convolution"),
+            Claim("AA-MoE is better than a dense stack of its size", "AA-MoE", "dense"),
+            Claim("tokens should not all get the same", "AA-MoE", "uniform budgets"),
+            Claim("budgets should be bounded", "AA-MoE", "unbounded budgets"),
         ],
     ),
     "compute": Study(

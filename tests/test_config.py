@@ -44,7 +44,6 @@ class TestRefusals:
             (BudgetConfig, {"beta": float("inf")}, "beta", "must be a positive number"),
             (BudgetConfig, {"normalizer": "column"}, "normalizer", "must be one of 'row', 'prefix'"),
             (BudgetConfig, {"slack": -1}, "slack", "must be at least 0"),
-            (BudgetConfig, {"predictor_width": 0}, "predictor_width", "must be a positive number"),
             (AAMoEConfig, {"chunk_size": 0}, "chunk_size", "must be a positive number"),
             (AAMoEConfig, {"num_experts": -1}, "num_experts", "must be at least 0"),
             (AAMoEConfig, {"context": "all"}, "context", "must be one of 'routed', 'none'"),

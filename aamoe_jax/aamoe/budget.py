@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from aamoe_jax.config import BudgetConfig
-
+PREDICTOR_WIDTH = 64
+"""Hidden units of the causal predictor that is trained beside `row` budgets."""
 CAPPED = ("prefix", "predictor")
 """Budgets whose running spend is bounded online (decision 23)."""
 
@@ -130,8 +130,8 @@ class BudgetPredictor(nnx.Module):
     """A causal guess of row budgets from the token alone (AA-29, decision 22): beta * softplus(MLP(h)) / log 2,
     which starts at beta."""
 
-    def __init__(self, width: int, config: BudgetConfig, *, rngs: nnx.Rngs):
-        hidden = config.predictor_width
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        hidden = PREDICTOR_WIDTH
         self.hidden_kernel = nnx.Param(
             width**-0.5 * jax.random.normal(rngs.params(), (width, hidden)), axes=("storage_float32", None)
         )

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import HIGHEST
 from aamoe_jax.mixers.cache import flat_heads
+from aamoe_jax.mixers.convolution import TOKENS_BEFORE
 
 
 class Cache(NamedTuple):
@@ -25,6 +26,8 @@ class Cache(NamedTuple):
     """What pages are scored by, g vectors of each: float32, in heads (`flat_heads`)."""
     expert_key: Float[Array, "e g H k"]
     """Pooled keys of the experts, which no token changes; none under a learned router, which has embeddings of them."""
+    before: Float[Array, "b t d"]
+    """The last tokens, where keys look back at them; else none."""
     log_mean: Float[Array, "b 2"]
     """Log of the running mean of exp(importance), the normaliser of prefix budgets, and what rounding cut off it."""
     spent: Int[Array, "b"]
@@ -77,6 +80,7 @@ def empty_cache(config: ModelConfig, rows: int, length: int) -> Cache:
         jnp.zeros(pages, config.dtype),
         jnp.zeros((rows * config.num_heads, pages[1] * groups, config.head_dim)),
         jnp.zeros((0, groups, config.num_heads, config.head_dim)),
+        jnp.zeros((rows, TOKENS_BEFORE if config.aamoe.key_convolution else 0, width), config.dtype),
         jnp.zeros((rows, 2)),
         jnp.zeros(rows, jnp.int32),
     )

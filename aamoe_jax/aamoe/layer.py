@@ -35,6 +35,7 @@ from aamoe_jax.layers import (
     split_heads,
 )
 from aamoe_jax.mixers.base import Context, Statistics
+from aamoe_jax.mixers.convolution import CausalConvolution, last_tokens
 from aamoe_jax.mixers.family import Form
 from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS
 from pallas_kernels.block_sparse_attention import (
@@ -63,6 +64,8 @@ class AAMoELayer(nnx.Module):
         shape = (layer.num_experts, layer.chunk_size, width)
         self.qkv = QueryKeyValue(config, rngs=rngs)
         self.output = Projection(width, width, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config))
+        if layer.key_convolution:
+            self.convolution = CausalConvolution(width)
         self.router = PooledRouter(config) if layer.router == "pooled" else LearnedRouter(config, rngs=rngs)
         self.importance = nnx.Param(jnp.zeros(width), axes=(None,))
         # Experts (AA-08). Standard deviation 1 is that of W^K h and W^V h (decision 29).
@@ -70,7 +73,7 @@ class AAMoELayer(nnx.Module):
         self.expert_keys = nnx.Param(jax.random.normal(rngs.params(), shape), axes=axes)
         self.expert_values = nnx.Param(jax.random.normal(rngs.params(), shape), axes=axes)
         if layer.budget.normalizer == "row":
-            self.predictor = budget_lib.BudgetPredictor(width, layer.budget, rngs=rngs)
+            self.predictor = budget_lib.BudgetPredictor(width, rngs=rngs)
         if layer.null_slot == "learned":
             self.null_logit = nnx.Param(jnp.zeros(config.num_heads), axes=("heads",))
 
@@ -117,9 +120,18 @@ class AAMoELayer(nnx.Module):
         h, context = self._prepare(h, context)
         return self._allocate(h, self._project(h, context), context)[0]
 
-    def _project(self, h: Float[Array, "b n d"], context: Context) -> Heads:
+    def _project(
+        self, h: Float[Array, "b n d"], context: Context, of_keys: Float[Array, "b s d"] | None = None
+    ) -> Heads:
+        """Heads of the tokens that attend together.
+
+        Args:
+          of_keys: what keys are projected from, where tokens before these are known; None: h, or a convolution of it.
+        """
         together = context.shards.gather(h, TENSOR)
-        query, key, value = self.qkv(together)
+        if of_keys is None and self.config.aamoe.key_convolution:
+            of_keys = self.convolution(together, context).astype(h.dtype)
+        query, key, value = self.qkv(together, of_keys)
         turn = context.turns(self.config).heads_here(context.shards)
         # Eq 9 (AA-16): chunk keys are projected, then rotated; expert rows are neither.
         rotated = rotate_heads(query, turn), rotate_heads(key, turn)
@@ -381,13 +393,19 @@ class AAMoELayer(nnx.Module):
         spent = self._allocate(h, heads, context)[1]["paid"].sum(-1)
         router_key = self.router.page_keys(heads, context)
         return cache.fill(merge_heads(heads.key), merge_heads(heads.value), router_key)._replace(
-            log_mean=jnp.stack([log_mean, jnp.zeros_like(log_mean)], axis=1), spent=spent
+            log_mean=jnp.stack([log_mean, jnp.zeros_like(log_mean)], axis=1),
+            spent=spent,
+            before=last_tokens(h, context) if self.config.aamoe.key_convolution else cache.before,
         )
 
     def decode(self, h: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
         """One more token in every row, at `context.positions`: what the layer would give it in a row of all of them."""
         context, layer, size = self._scaled(context), self.config.aamoe, self.config.head_dim
-        heads = self._project(h, context)
+        of_keys = None
+        if layer.key_convolution:
+            of_keys, before = self.convolution.decode(h, cache.before)
+            of_keys, cache = of_keys.astype(h.dtype), cache._replace(before=before)
+        heads = self._project(h, context, of_keys)
         cache = cache.write(context.positions, merge_heads(heads.key), merge_heads(heads.value))
         chunk = context.positions // layer.chunk_size
         chunks = self._routed(jnp.arange(cache.key.shape[1]) < chunk[..., None])

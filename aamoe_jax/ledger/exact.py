@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from aamoe_jax.aamoe.budget import PREDICTOR_WIDTH
 from aamoe_jax.config import MixerName, ModelConfig
-from aamoe_jax.mixers.routers import TOKENS_BEFORE
+from aamoe_jax.mixers.convolution import TOKENS_BEFORE
 
 Number = int | float
 
@@ -230,13 +231,12 @@ def experts(at: Setting, chosen: int) -> Costs:
     saved = FLOAT * d + count * (3 * FLOAT + 2)  # the router's input; scores, coefficients, choices
     if config.moe.router == "attention":
         saved += FLOAT * count * (2 * count + 5)
-    return at.per_token(router + 4 * chosen * d * config.expert_width, saved) + convolution(at)
+    looks_back = convolution(at) if config.moe.router_input == "causal_conv" else Costs()
+    return at.per_token(router + 4 * chosen * d * config.expert_width, saved) + looks_back
 
 
 def convolution(at: Setting) -> Costs:
-    """A router that looks back, at a few tokens before."""
-    if at.config.moe.router_input == "token":
-        return Costs()
+    """A few tokens before, of which a cache keeps as many."""
     saved = TOKENS_BEFORE * (2 * FLOAT + 1) * at.width  # every one, weighted, and whether it is of the document
     return at.per_token(0, saved) + Costs(cache_bytes=at.rows * TOKENS_BEFORE * at.width * at.size)
 
@@ -294,7 +294,7 @@ def aamoe(at: Setting) -> Costs:
     if not pooled:
         router += 2 * d**2 + 2 * d
     if config.aamoe.budget.normalizer == "row":
-        router += 2 * config.aamoe.budget.predictor_width * (d + 1)
+        router += 2 * PREDICTOR_WIDTH * (d + 1)
     keys = given.window_keys + given.pairs * m
     # Of a learned router h in float32, its query, and that turned; of pooled keys themselves, their means and lengths,
     # and the keys in float32. Queries un-rotated, keys and values as resources, the sum in float32. Ten numbers for
@@ -306,14 +306,19 @@ def aamoe(at: Setting) -> Costs:
     cached = at.rows * (at.chunks * (2 * m * d * s + FLOAT * groups * d) + 3 * FLOAT)
     cached += FLOAT * d * experts * groups if pooled else 0
     return (
-        projections(at) + rotated(at) + at.per_token(router + 4 * d * keys, saved) + table + Costs(cache_bytes=cached)
+        projections(at)
+        + rotated(at)
+        + at.per_token(router + 4 * d * keys, saved)
+        + table
+        + Costs(cache_bytes=cached)
+        + (convolution(at) if config.aamoe.key_convolution else Costs())
     )
 
 
 def mixture_of_depths(at: Setting) -> Costs:
     """A parallel layer over the share of the tokens that goes through: under causal budgets that could be all of them,
     and in decoding every token is computed, and most are dropped."""
-    config, d, hidden = at.config, at.width, at.config.aamoe.budget.predictor_width
+    config, d, hidden = at.config, at.width, PREDICTOR_WIDTH
     room = max(1, math.ceil(config.depth_capacity * at.length))
     through = dataclasses.replace(at, length=room if config.aamoe.budget.normalizer == "row" else at.length)
     inside, after = attention(through) + feed_forward(through), attention(at) + feed_forward(at)

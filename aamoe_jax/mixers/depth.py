@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from aamoe_jax.aamoe.budget import PREDICTOR_WIDTH
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import rotation
 from aamoe_jax.mixers.attention import CausalAttention
@@ -57,7 +58,7 @@ class MixtureOfDepths(nnx.Module):
         self.attention = CausalAttention(config, rngs=rngs)
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.router = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (width,)), axes=(None,))
-        self.predictor = TokenPredictor(width, config.aamoe.budget.predictor_width, rngs=rngs)
+        self.predictor = TokenPredictor(width, PREDICTOR_WIDTH, rngs=rngs)
 
     @staticmethod
     def form() -> Form:

@@ -21,7 +21,7 @@ def model_config(**changes) -> ModelConfig:
         {field.name: changes.pop(field.name) for field in dataclasses.fields(room) if field.name in changes}
         for room in (BudgetConfig, AAMoEConfig)
     )
-    budget = BudgetConfig(**{"beta": 3.0, "slack": 8, "predictor_width": 8} | budget)
+    budget = BudgetConfig(**{"beta": 3.0, "slack": 8} | budget)
     aamoe = AAMoEConfig(**{"chunk_size": M, "num_experts": E, "budget": budget} | layer)
     return ModelConfig(
         **{"d_model": D, "num_heads": HEADS, "num_layers": 2, "kernel": "reference", "aamoe": aamoe} | changes
@@ -31,6 +31,9 @@ def model_config(**changes) -> ModelConfig:
 def layer_of(config: ModelConfig, *, seed: int = 0, importance: float = 1.0) -> AAMoELayer:
     """A layer whose budgets differ from token to token (w_B starts at 0, which makes them all equal)."""
     layer = AAMoELayer(config, rngs=nnx.Rngs(seed))
+    if config.aamoe.key_convolution:  # which starts at 0
+        kernel = layer.convolution.kernel
+        kernel[...] = 0.5 * jax.random.normal(jax.random.key(seed + 200), kernel.shape)
     layer.importance[...] = importance * jax.random.normal(jax.random.key(seed + 100), layer.importance.shape)
     return layer
 

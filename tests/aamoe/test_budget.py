@@ -23,7 +23,6 @@ from aamoe_jax.aamoe.budget import (
     prefix_budgets,
     row_budgets,
 )
-from aamoe_jax.config import BudgetConfig
 from aamoe_jax.model import merge, structure
 from tests.aamoe.helpers import M, model_config
 from tests.evaluation.helpers import random_params
@@ -222,7 +221,7 @@ def test_a_greedy_predictor_gets_all_of_the_cap_and_no_more(scale):
 
 
 def test_the_predictor_starts_at_beta_and_leaves_its_input_alone():
-    predictor = BudgetPredictor(16, BudgetConfig(normalizer="row"), rngs=nnx.Rngs(0))
+    predictor = BudgetPredictor(16, rngs=nnx.Rngs(0))
     h = jax.random.normal(jax.random.key(1), (2, 10, 16))
     np.testing.assert_allclose(predictor(h, 3.0), 3.0, rtol=1e-6)
     predictor.output_kernel[...] = jnp.ones_like(predictor.output_kernel[...])

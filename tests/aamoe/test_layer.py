@@ -61,12 +61,23 @@ def pooled_scores(size: int, query: np.ndarray, keys: np.ndarray, expert_keys: n
     return {name: np.log((weight / total).mean()) for name, weight in weight_of.items()}
 
 
+def before_keys(layer, h: np.ndarray) -> np.ndarray:
+    """What keys are projected from: the token alone, or a convolution of width 4."""
+    if not layer.config.aamoe.key_convolution:
+        return h
+    kernel, result = np.asarray(layer.convolution.kernel[...], np.float64), h.copy()
+    for i in range(len(h)):
+        for s in range(1, min(i, len(kernel)) + 1):
+            result[i] += kernel[s - 1] * h[i - s]
+    return result
+
+
 def naive_layer(layer, h: np.ndarray, budget: np.ndarray, count: np.ndarray) -> np.ndarray:
     """Section 2.2 for one row, in float64, a token at a time: rank, afford, attend. Budgets are given."""
     config = layer.config.aamoe
     weights = {name: np.asarray(getattr(layer.qkv, name).kernel[...], np.float64) for name in ("query", "key", "value")}
     expert_keys, expert_values = (np.asarray(x[...], np.float64) for x in (layer.expert_keys, layer.expert_values))
-    keys, values = h @ weights["key"], h @ weights["value"]
+    keys, values = before_keys(layer, h) @ weights["key"], h @ weights["value"]
     output = np.zeros_like(h)
     for i in range(len(h)):
         if count[i] == 0:
@@ -109,7 +120,8 @@ def naive_layer(layer, h: np.ndarray, budget: np.ndarray, count: np.ndarray) -> 
 
 
 ROUTERS = [(local, {}) for local in LOCALS] + [
-    (local, {"router": "pooled", "pooled_keys": count}) for local, count in (("window", 2), ("chunk", 1), ("none", M))
+    (local, {"router": "pooled", "pooled_keys": count, "key_convolution": count == 2})
+    for local, count in (("window", 2), ("chunk", 1), ("none", M))
 ]
 """Every local resource under the learned router, and under pooled keys all that these allow."""
 
@@ -185,7 +197,7 @@ def test_the_past_does_not_move_when_the_future_changes(local, router, budget, k
     config = model_config(local=local, normalizer=normalizer, kernel=kernel, **router)
     layer = layer_of(config)
     if budget == "predictor":
-        layer.predictor.output_kernel[...] = jax.random.normal(jax.random.key(5), (8,))
+        layer.predictor.output_kernel[...] = jax.random.normal(jax.random.key(5), layer.predictor.output_kernel.shape)
     graphdef, params = nnx.split(layer)
     context = context_of(config, 1, length, budget=budget)
     run = jax.jit(

@@ -261,6 +261,7 @@ class TestShipped:
             "ModelConfig.qk_norm": ("rms", "none"),
             "AAMoEConfig.local": ("window", "none"),
             "AAMoEConfig.router": ("pooled", "learned"),
+            "AAMoEConfig.key_convolution": (True, False),
             "AAMoEConfig.num_experts": (64, 61),
             "BudgetConfig.normalizer": ("prefix", "row"),
             "BudgetConfig.importance": ("bounded", "learned"),

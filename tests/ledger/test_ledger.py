@@ -51,6 +51,7 @@ def test_dec_13_14_the_compiler_agrees(name):
         ("filtered_attention", {"attention": AttentionConfig(filter="message_norm", filter_room=0.25)}),
         ("moe", {"moe": MoEConfig(router="attention", router_input="causal_conv")}),
         ("aamoe", {"aamoe": dataclasses.replace(CONFIG.aamoe, router="pooled")}),
+        ("aamoe", {"aamoe": dataclasses.replace(CONFIG.aamoe, key_convolution=True)}),
         ("approximate", {"num_kv_heads": 2}),
         ("random_qk", {"num_kv_heads": 2}),
     ],

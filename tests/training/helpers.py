@@ -25,7 +25,7 @@ SEQ_LEN = 64
 
 
 def model_config(pattern: str = "aamoe", normalizer: str = "prefix", **values: Any) -> ModelConfig:
-    budget = BudgetConfig(beta=2.0, normalizer=normalizer, predictor_width=8)
+    budget = BudgetConfig(beta=2.0, normalizer=normalizer)
     layer = AAMoEConfig(chunk_size=8, num_experts=4, budget=budget)
     defaults = {"d_model": 32, "num_heads": 2, "num_layers": 2, "pattern": (pattern,), "d_ff": 32, "aamoe": layer}
     return ModelConfig(**(defaults | values))
