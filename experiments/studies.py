@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from absl import app, flags, logging
 
-from aamoe_jax.config import ExperimentConfig
+from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.data import ensure_prepared
 from aamoe_jax.model import Skipped
 from aamoe_jax.preflight.report import table
@@ -215,6 +215,7 @@ STUDIES: Mapping[str, Study] = {
 def define_flags() -> None:
     """The flags of this program."""
     flags.DEFINE_enum("study", None, list(STUDIES), "What to compare.", required=True)
+    flags.DEFINE_multi_string("variant", [], "A stack of the study, by its name. Repeat it; all if not given.")
     flags.DEFINE_multi_string("gin_file", [], "Path of a gin file, or the name of a shipped config. Repeat it.")
     flags.DEFINE_multi_string("gin_param", [], "One binding, such as 'ModelConfig.d_model = 128'. Repeat it.")
     flags.DEFINE_integer("steps", None, "Steps of every run; those of the config if not given.", lower_bound=1)
@@ -222,6 +223,19 @@ def define_flags() -> None:
     flags.DEFINE_string("work_dir", "runs/studies", "Where the runs lie.")
     flags.DEFINE_string("output", None, "Path of the report without its suffix.", required=True)
     flags.DEFINE_integer("eval_batches", 0, "Batches of the test split to evaluate on; 0: all.", lower_bound=0)
+
+
+def part_of(study: Study, names: Sequence[str]) -> Study:
+    """The study of these variants alone, and the claims that are of them; of no names, all of it.
+
+    Raises:
+      ConfigError: a name that the study does not have.
+    """
+    for name in names:
+        if name not in study.variants:
+            raise ConfigError(f"--variant={name}: this study has {', '.join(map(repr, study.variants))}")
+    kept = {name: variant for name, variant in study.variants.items() if not names or name in names}
+    return study._replace(variants=kept, claims=[c for c in study.claims if {c.less, c.more} <= set(kept)])
 
 
 def configs(
@@ -327,9 +341,10 @@ def main(argv: list[str]) -> int:
         raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
     logging.set_verbosity(logging.WARNING)  # TFDS and Orbax report every file
     command = shlex.join(["python", "-m", "experiments.studies", *sys.argv[1:]])
-    study, seeds = STUDIES[FLAGS.study], [int(seed) for seed in FLAGS.seeds]
+    seeds = [int(seed) for seed in FLAGS.seeds]
 
     def compare() -> None:
+        study = part_of(STUDIES[FLAGS.study], FLAGS.variant)
         experiments = configs(study, FLAGS.gin_file, FLAGS.gin_param, FLAGS.steps)
         ensure_prepared(next(iter(experiments.values())).data)
         results = conduct(study, experiments, seeds, Path(FLAGS.work_dir) / FLAGS.study, FLAGS.eval_batches)

@@ -25,6 +25,15 @@ def test_every_variant_is_an_experiment_and_every_claim_is_of_variants(name):
     assert max(sizes) <= 1.02 * min(sizes), "each within 1 % of the first"
 
 
+def test_a_part_of_a_study_keeps_the_claims_that_it_can_judge():
+    study = studies.part_of(STUDIES["budgets"], ["uniform", "learned"])
+    assert list(study.variants) == ["learned", "uniform"]
+    assert [(claim.less, claim.more) for claim in study.claims] == [("learned", "uniform")]
+    assert studies.part_of(STUDIES["budgets"], []) == STUDIES["budgets"]
+    with pytest.raises(ConfigError, match=r"--variant=unifrom: this study has 'learned', 'uniform'"):
+        studies.part_of(STUDIES["budgets"], ["unifrom"])
+
+
 def test_dec_20_hybrids_keep_no_quarter_and_half_of_the_layers():
     found = studies.configs(STUDIES["hybrids"], ["quickstart.gin"], [], None)
     assert [len(config.model.layers_of("attention")) for config in found.values()] == [0, 1, 2, 4]
