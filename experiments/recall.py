@@ -102,12 +102,23 @@ STACKS: Mapping[str, Stack] = {
     ),
     "default": Stack("AA-MoE", BLUE),
 }
+ABLATIONS: Mapping[str, Stack] = {
+    "one_pooled_key": Stack("one pooled key", "#56B4E9", ("AAMoEConfig.pooled_keys = 1",)),
+    "no_convolution": Stack("keys of one token", "#F0E442", ("AAMoEConfig.key_convolution = False",)),
+    "no_bias": Stack("no bias", "#999999", ("AAMoEConfig.bias = 'none'",)),
+    "uniform": Stack("uniform budgets", "#8DA0CB", ("BudgetConfig.importance = 'uniform'",)),
+    "unbounded": Stack("unbounded budgets", "#A6761D", ("BudgetConfig.importance = 'learned'",)),
+}
+"""AA-MoE with one decision taken back."""
+ALL_STACKS = STACKS | ABLATIONS
 
 
 def define_flags() -> None:
     """The flags of this program."""
     flags.DEFINE_multi_enum("task", None, list(TASKS), "What is to be solved. Repeat it.", required=True)
-    flags.DEFINE_multi_enum("stack", list(STACKS), list(STACKS), "What is compared. Repeat it; all if not given.")
+    flags.DEFINE_multi_enum(
+        "stack", list(STACKS), list(ALL_STACKS), "What is compared, or AA-MoE with one decision taken back. Repeat it."
+    )
     flags.DEFINE_multi_string("gin_file", ["recall.gin"], "Path of a gin file, or the name of a shipped config.")
     flags.DEFINE_multi_string("gin_param", [], "One binding for every stack. Repeat it.")
     flags.DEFINE_integer("steps", None, "Most steps of every run; those of the config if not given.", lower_bound=1)
@@ -310,7 +321,7 @@ def report(results: Sequence[Result], command: str) -> str:
             recall, *shares = (_mean_share(runs, key) for key in ("router_recall", "pairs_context", "mass_context"))
             rows.append(
                 [
-                    STACKS[name].title,
+                    ALL_STACKS[name].title,
                     f"{runs[0]['parameters']:,}",
                     f"{runs[0]['flops_per_token']:,.0f}",
                     f"{statistics.mean(accuracy):.1%}",
@@ -347,7 +358,7 @@ def draw(results: Sequence[Result], path: Path) -> Figure:
 def _draw_task(left: Axes, right: Axes, task: str, results: Sequence[Result]) -> None:
     named = set()
     for result in results:
-        stack = STACKS[result["stack"]]
+        stack = ALL_STACKS[result["stack"]]
         label = None if result["stack"] in named else stack.title
         named.add(result["stack"])
         steps = [point["step"] for point in result["curve"]]
@@ -372,7 +383,9 @@ def main(argv: list[str]) -> int:
 
     def compare() -> None:
         experiments = {
-            name: with_steps(load_experiment(FLAGS.gin_file, [*FLAGS.gin_param, *STACKS[name].bindings]), FLAGS.steps)
+            name: with_steps(
+                load_experiment(FLAGS.gin_file, [*FLAGS.gin_param, *ALL_STACKS[name].bindings]), FLAGS.steps
+            )
             for name in dict.fromkeys(FLAGS.stack)
         }
         tasks = list(dict.fromkeys(FLAGS.task))

@@ -10,7 +10,7 @@ import pytest
 
 from aamoe_jax.config import ConfigError
 from experiments.binding import load_experiment
-from experiments.recall import STACKS, Measure, results_of, run
+from experiments.recall import ALL_STACKS, Measure, results_of, run
 from experiments.tasks import Examples
 
 TINY = (
@@ -25,11 +25,12 @@ TINY = (
 
 
 def experiment(stack: str, *bindings: str):
-    return load_experiment(["recall.gin"], [*TINY, *bindings, *STACKS[stack].bindings])
+    return load_experiment(["recall.gin"], [*TINY, *bindings, *ALL_STACKS[stack].bindings])
 
 
 def test_every_stack_is_an_experiment_and_the_default_is_that_of_aamoe_gin():
-    found = {name: experiment(name).model for name in STACKS}
+    found = {name: experiment(name).model for name in ALL_STACKS}
+    assert all(found[name] != found["default"] for name in ALL_STACKS if name != "default")
     shipped = load_experiment(["aamoe.gin"]).model.aamoe
     default = found["default"].aamoe
     assert (default.router, default.budget.importance) == (shipped.router, shipped.budget.importance)
