@@ -33,7 +33,7 @@ from absl import app, flags, logging
 from jaxtyping import Array, Bool, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import PercentFormatter, ScalarFormatter
 
 from aamoe_jax.analysis.pictures import BLUE, STYLE, VERMILION
 from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
@@ -370,6 +370,7 @@ def _draw_task(left: Axes, right: Axes, task: str, results: Sequence[Result]) ->
     left.set(title=f"{task}, {length} tokens: accuracy while training", xlabel="step", ylim=(-0.02, 1.02))
     right.set(title="at the end, by the distance to the answer", xlabel="tokens back", ylim=(-0.02, 1.02))
     right.set_xscale("log", base=2)
+    right.xaxis.set_major_formatter(ScalarFormatter())
     for axes in (left, right):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
