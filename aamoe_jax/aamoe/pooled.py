@@ -15,8 +15,6 @@ keys of each, H heads here, k head size. Everything here is float32 (decision 38
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -31,6 +29,8 @@ from aamoe_jax.shards import RESOURCE, TENSOR, WHOLE, Shards
 
 NEVER = -1e30
 """Score of what cannot be chosen: finite, so that a softmax over nothing else has a gradient."""
+LEAST = 1e-30
+"""The smallest P(choose), so that it has a logarithm."""
 
 
 class PooledRouter(nnx.Module):
@@ -49,12 +49,8 @@ class PooledRouter(nnx.Module):
         keys = pool(heads.key.reshape(len(h), -1, layer.chunk_size, *heads.key.shape[2:]), layer.pool_size)
         expert_keys = shards.gather(self.expert_keys(heads.expert_key), RESOURCE, 0)
 
-        @jax.checkpoint  # of a score for every head and pooled key nothing is kept
-        def log_probability(rotated_query, query, keys, expert_keys):
-            of_chunks = jnp.where(chunks[:, None], chunk_scores(rotated_query, keys), NEVER)
-            return log_choice(of_chunks, expert_scores(query, expert_keys), shards)
-
-        found = log_probability(heads.rotated_query, heads.query, shards.gather(keys, RESOURCE), expert_keys)
+        of_chunks = chunk_scores(heads.rotated_query, shards.gather(keys, RESOURCE))
+        found = log_choice(of_chunks, expert_scores(heads.query, expert_keys), chunks, shards)
         return *found, jnp.zeros(h.shape[:2])
 
     def page_keys(self, heads: Heads, context: Context) -> Float[Array, "b pooled H k"]:
@@ -74,9 +70,8 @@ class PooledRouter(nnx.Module):
         size = self.config.aamoe.pool_size
         group = context.positions // size
         cache = cache.write_router_key(group, pool(split_heads(cache.keys_of(group, size), self.config.head_dim), size))
-        of_chunks = jax.nn.logsumexp(cache.chunk_scores(_scaled(heads.rotated_query)), axis=-1)[:, :, None]
-        of_chunks = jnp.where(chunks[:, None], of_chunks, NEVER)
-        found = log_choice(of_chunks, expert_scores(heads.query, cache.expert_key))
+        of_chunks = cache.chunk_scores(_scaled(heads.rotated_query))[:, :, None]
+        found = log_choice(of_chunks, expert_scores(heads.query, cache.expert_key), chunks)
         return (*found, jnp.zeros(h.shape[:2])), cache
 
 
@@ -93,14 +88,14 @@ def pool(keys: Float[Array, "*r t H k"], size: int) -> Float[Array, "*r groups H
     return mean * jnp.sqrt((square + 1e-6) / (square_of_mean + 1e-6))[..., None]
 
 
-def chunk_scores(query: Float[Array, "b s H k"], keys: Float[Array, "b l g H k"]) -> Float[Array, "b H s l"]:
-    """Log-sum-exp over a chunk's pooled keys, both sides rotated."""
-    return jax.nn.logsumexp(jnp.einsum("bshk,blghk->bhslg", _scaled(query), keys, precision=HIGHEST), axis=-1)
+def chunk_scores(query: Float[Array, "b s H k"], keys: Float[Array, "b l g H k"]) -> Float[Array, "b H s l g"]:
+    """Products with the pooled keys of chunks, both sides rotated."""
+    return jnp.einsum("bshk,blghk->bhslg", _scaled(query), keys, precision=HIGHEST)
 
 
-def expert_scores(query: Float[Array, "b s H k"], keys: Float[Array, "E g H k"]) -> Float[Array, "b H s E"]:
-    """Log-sum-exp over an expert's pooled keys, neither side rotated."""
-    return jax.nn.logsumexp(jnp.einsum("bshk,eghk->bhseg", _scaled(query), keys, precision=HIGHEST), axis=-1)
+def expert_scores(query: Float[Array, "b s H k"], keys: Float[Array, "E g H k"]) -> Float[Array, "b H s E g"]:
+    """Products with the pooled keys of experts, neither side rotated."""
+    return jnp.einsum("bshk,eghk->bhseg", _scaled(query), keys, precision=HIGHEST)
 
 
 def _scaled(query: Float[Array, "b s H k"]) -> Float[Array, "b s H k"]:
@@ -108,14 +103,21 @@ def _scaled(query: Float[Array, "b s H k"]) -> Float[Array, "b s H k"]:
 
 
 def log_choice(
-    chunks: Float[Array, "b H s l"], experts: Float[Array, "b H s E"], shards: Shards = WHOLE
+    chunks: Float[Array, "b H s l g"],
+    experts: Float[Array, "b H s E g"],
+    available: Bool[Array, "b s l"],
+    shards: Shards = WHOLE,
 ) -> tuple[Float[Array, "b n l"], Float[Array, "b n E"]]:
-    """log P(choose) of chunks and of experts: the mean over all heads of their softmax."""
-    scores = jnp.concatenate([chunks, experts], axis=-1)
-    log_share = scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    top = jax.lax.stop_gradient(log_share.max(1))
-    if shards.tensor > 1:
-        top = jax.lax.pmax(top, TENSOR)
-    total = shards.scatter_sum(jnp.exp(log_share - top[:, None]).sum(1), TENSOR)
-    r = jnp.log(total) + shards.part(top, TENSOR) - math.log(scores.shape[1] * shards.tensor)
-    return r[..., : chunks.shape[-1]], r[..., chunks.shape[-1] :]
+    """log P(choose) of chunks and of experts: the mean over all heads of a softmax over all their pooled keys.
+
+    Args:
+      available: which chunks can be chosen; of the others the result means nothing.
+    """
+    chunks = jnp.where(available[:, None, ..., None], chunks, NEVER)
+    tops = [jax.lax.stop_gradient(x).max((-2, -1), initial=NEVER) for x in (chunks, experts)]
+    top = jnp.maximum(*tops)[..., None, None]
+    weights = jnp.concatenate([jnp.exp(x - top).sum(-1) for x in (chunks, experts)], axis=-1)
+    share = weights / weights.sum(-1, keepdims=True)
+    mean = shards.scatter_sum(share.sum(1), TENSOR) / (share.shape[1] * shards.tensor)
+    r = jnp.log(jnp.maximum(mean, LEAST))
+    return r[..., : chunks.shape[-2]], r[..., chunks.shape[-2] :]

@@ -297,9 +297,10 @@ def aamoe(at: Setting) -> Costs:
         router += 2 * PREDICTOR_WIDTH * (d + 1)
     keys = given.window_keys + given.pairs * m
     # Of a learned router h in float32, its query, and that turned; of pooled keys themselves, their means and lengths,
-    # and the keys in float32. Queries un-rotated, keys and values as resources, the sum in float32. Ten numbers for
-    # every slot: choices, scores, log P and their masks.
-    scored = FLOAT * d * (1 + 2 * groups / m) if pooled else 3 * FLOAT * d + saved_turn(d)
+    # queries and keys in float32, and of every head products and weights. Queries un-rotated, keys and values as
+    # resources, the sum in float32. Ten numbers for every slot: choices, scores, log P and their masks.
+    maps = FLOAT * config.num_heads * (at.chunks + experts) * (groups + 3)
+    scored = FLOAT * d * (3 + 2 * groups / m) + maps if pooled else 3 * FLOAT * d + saved_turn(d)
     saved = scored + 3 * s * d + FLOAT * d + 10 * FLOAT * given.slots
     table = Costs(activation_bytes=experts * m * (saved_norm(config, d) + 2 * s * d))
     # Pages, the vectors that each is scored by, and what the budget counts; pooled keys of experts once for all rows.
