@@ -1,7 +1,9 @@
 """What a token should see of its own neighbourhood: the four readings of the paper, trained alike and compared.
 
-    python -m experiments.local_context --gin_file=quickstart.gin --steps=600 --seeds=0,1 \
-        --output=experiments/results/local_context
+    python -m experiments.local_context --gin_file=quickstart.gin --gin_file=learned_router.gin --steps=600 \
+        --seeds=0,1 --output=experiments/results/local_context
+
+Pooled keys have none of an unfinished chunk, so that `routed` asks for a learned router.
 
 Every reading of `AAMoEConfig.local` trains the same model, for the same steps on the same data, once per seed, and is
 evaluated on held-out text under causal budgets. A run lies in WORK_DIR/MODE-SEED and goes on from its last checkpoint;
