@@ -308,8 +308,8 @@ def report(results: Sequence[Result], command: str) -> str:
         "",
         f"At most {training['steps']} steps of {training['batch_size']} x {data['seq_len']} tokens; a run ends at "
         f"{SOLVED:.0%}. Means over seeds; steps until solved, seed by seed. Router recall: answers beyond the window "
-        "whose chunk the token was given. It and the shares of pairs and attention on routed context are each those of the "
-        f"layer where they are largest. JAX {first['versions']['jax']}, {first['device']}.",
+        "whose chunk the token was given. It and the shares of pairs and attention on routed context are each those of "
+        f"the layer where they are largest. JAX {first['versions']['jax']}, {first['device']}.",
     ]
     header = ["stack", "parameters", "FLOPs a token", "accuracy", "worst seed", "solved at", "router recall"]
     header += ["pairs on context", "attention on context"]
