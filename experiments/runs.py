@@ -10,16 +10,18 @@ import json
 import signal
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
 from aamoe_jax.data import dataset_metadata, evaluation_batches, load_tokenizer
+from aamoe_jax.data.tokenizers import Tokenizer
+from aamoe_jax.evaluation.budget_use import budget_use
 from aamoe_jax.evaluation.perplexity import Evaluation, causal_budget, evaluate
 from aamoe_jax.model import Skipped, structure
 from aamoe_jax.training.checkpoints import load_checkpoint
@@ -27,6 +29,9 @@ from aamoe_jax.training.loop import DivergedError, train
 from aamoe_jax.training.metrics import read_metrics
 from aamoe_jax.training.resume import FREE_FIELDS, changed_fields
 from experiments.binding import operative_gin
+
+BUDGET_BATCHES = 64
+"""So many batches show which tokens get large budgets."""
 
 Result = dict[str, Any]
 More = Callable[[ExperimentConfig, Evaluation, Int[np.ndarray, "L"]], Result]
@@ -132,10 +137,12 @@ def measure(
     rows = config.training.batch_size // config.training.accumulate
     source = evaluation_batches(config.data, dataset, split="test", batch_size=rows)
     batches = [source[index] for index in range(min(eval_batches or len(source), len(source)))]
-    byte_lengths = load_tokenizer(config.data.tokenizer).byte_lengths
-    model = config.model
-    graphdef = structure(model, skipped)
-    evaluation = evaluate(graphdef, checkpoint.params, model, batches, byte_lengths, budget=causal_budget(model))
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    model, graphdef = config.model, structure(config.model, skipped)
+    inputs = (graphdef, checkpoint.params)
+    budget = causal_budget(model)
+    evaluation = evaluate(*inputs, model, batches, tokenizer.byte_lengths, budget=budget)
+    budgets = budget_use(*inputs, batches[:BUDGET_BATCHES], budget=budget) if "spent" in evaluation.statistics else None
     counts = sum(batch["loss_mask"].sum(0) for batch in batches)
     speeds = [record["tokens_per_second"] for record in read_metrics(run_dir) if record["kind"] == "train"]
     return {
@@ -145,6 +152,8 @@ def measure(
         "nats_per_token": evaluation.nats_per_token,
         "tokens_per_second": statistics.median(speeds),
         "evaluation": evaluation.to_dict(),
+        "documents": by_document(evaluation.nll_by_target, batches, tokenizer),
+        "budgets": budgets,
         "eval_batches": eval_batches,
         "corpus_digest": checkpoint.metadata["datasets"][dataset]["corpus_digest"],
         "versions": checkpoint.metadata["versions"],
@@ -152,3 +161,17 @@ def measure(
         "config": to_dict(config),
         **(more(config, evaluation, counts) if more else {}),
     }
+
+
+def by_document(
+    nll: Float[np.ndarray, "rows L"], batches: Sequence[Mapping[str, Int[np.ndarray, "b L"]]], tokenizer: Tokenizer
+) -> list[tuple[float, int]]:
+    """Nats and bytes of every document, in the order of the split."""
+    tokens, targets, counts = (
+        np.concatenate([batch[name] for batch in batches]).reshape(-1) for name in ("tokens", "targets", "loss_mask")
+    )
+    ends = tokens == tokenizer.eos_id
+    document = np.cumsum(ends) - ends  # rows follow one another in the stream
+    nats = np.bincount(document, nll.reshape(-1))
+    size = np.bincount(document, tokenizer.byte_lengths[targets] * counts)
+    return [(float(n), int(s)) for n, s in zip(nats, size, strict=True) if s]

@@ -20,10 +20,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from absl import app, flags, logging
+from scipy import stats
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.data import ensure_prepared
+from aamoe_jax.evaluation.budget_use import UNEVEN
 from aamoe_jax.model import Skipped
 from aamoe_jax.preflight.report import table
 from experiments.binding import load_experiment
@@ -163,6 +166,16 @@ STUDIES: Mapping[str, Study] = {
                 matched=False,  # the router's own parameters come on top: it has no feed-forward that could give way
             ),
             "dense": stack("parallel"),
+            "dense, one after the other": stack(STANDARD),
+            # Attention over all earlier tokens, by a layer that can afford every chunk; rows of up to 32 chunks.
+            "dense, with convolution": stack(
+                "aamoe+feed_forward",
+                "AAMoEConfig.num_experts = 0",
+                "AAMoEConfig.max_resources = None",
+                "AAMoEConfig.bias = 'none'",
+                "BudgetConfig.importance = 'uniform'",
+                "BudgetConfig.beta = 32.0",
+            ),
             "uniform budgets": stack("aamoe", "BudgetConfig.importance = 'uniform'"),
             "unbounded budgets": stack("aamoe", "BudgetConfig.importance = 'learned'"),
         },
@@ -170,6 +183,8 @@ STUDIES: Mapping[str, Study] = {
             Claim("ranking by pooled keys is better than by a learned router", "without convolution", "learned router"),
             Claim("keys should know the tokens before theirs", "AA-MoE", "without convolution"),
             Claim("AA-MoE is better than a dense stack of its size", "AA-MoE", "dense"),
+            Claim("the convolution helps dense attention too", "dense, with convolution", "dense, one after the other"),
+            Claim("AA-MoE is better than that", "AA-MoE", "dense, with convolution"),
             Claim("tokens should not all get the same", "AA-MoE", "uniform budgets"),
             Claim("budgets should be bounded", "AA-MoE", "unbounded budgets"),
         ],
@@ -312,13 +327,17 @@ def report(
                 f"{bits - reference:+.4f}",
             ]
         )
-    found = [["claim", "less", "more", "figure", "difference", "of each seed", "found"]]
+    found = [["claim", "less", "more", "figure", "difference", "of each seed", "95 % over documents", "found"]]
     for claim in study.claims:
         less, more = (figure(results[name], claim.figure) for name in (claim.less, claim.more))
         verdict = "holds" if less < more else "does not hold"
         pairs = zip(results[claim.less], results[claim.more], strict=True)
         seeds = " ".join(f"{figure([b], claim.figure) - figure([a], claim.figure):+.4f}" for a, b in pairs)
-        found.append([claim.finding, claim.less, claim.more, claim.figure, f"{more - less:+.4f}", seeds, verdict])
+        interval = over_documents(results[claim.less], results[claim.more]) if claim.figure == "bits_per_byte" else None
+        within = f"{interval[0]:+.4f} to {interval[1]:+.4f}" if interval else "-"
+        found.append(
+            [claim.finding, claim.less, claim.more, claim.figure, f"{more - less:+.4f}", seeds, within, verdict]
+        )
     lines = [
         f"# {study.title}",
         "",
@@ -327,13 +346,62 @@ def report(
         f"{one['steps']} steps of {config.training.batch_size} x {config.data.seq_len} tokens, the same in the same "
         f"order for every variant; {one['evaluation']['tokens']:,} tokens of held-out text, causal budgets. FLOPs are "
         f"of a forward pass, in closed form, all budgets spent. Corpus {one['corpus_digest'][:16]}, "
-        f"JAX {one['versions']['jax']}, {one['device']}. Claims are of means over {len(first)} seeds.",
+        f"JAX {one['versions']['jax']}, {one['device']}. Claims are of means over {len(first)} seeds; the interval is "
+        f"of that difference, by a bootstrap over the {len(one['documents'])} held-out documents.",
         "",
         table(sizes[0], sizes[1:]),
         "",
         table(found[0], found[1:]),
+        "",
     ]
-    return "\n".join(lines) + "\n"
+    if spending := _spending(results):
+        lines += [
+            f"Where budgets go: shares of pairs and attention on routed context, of tokens whose number of resources "
+            f"differs from the mean by more than {UNEVEN:.0%}, and that number's correlation with the loss of the next "
+            "token, the surprisal of the token itself and the entropy of the next. Means over seeds, layer by layer.",
+            "",
+            table(spending[0], spending[1:]),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def over_documents(less: Sequence[Result], more: Sequence[Result]) -> tuple[float, float] | None:
+    """95 % of the difference in bits per byte, mean over seeds: a paired bootstrap over documents; None for one."""
+    of_less, of_more = (np.asarray([run["documents"] for run in runs]) for runs in (less, more))
+    bits = (of_more - of_less)[..., 0].mean(0) / np.log(2)
+    size = of_less[0, :, 1]
+    if len(size) == 1:
+        return None
+    share = stats.bootstrap(
+        (bits, size),
+        lambda bits, size, axis: bits.sum(axis) / size.sum(axis),
+        paired=True,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    return float(share.confidence_interval.low), float(share.confidence_interval.high)
+
+
+def _spending(results: Mapping[str, Sequence[Result]]) -> list[list[str]]:
+    """Rows of the table of budgets, a header first; none without AA-MoE layers."""
+    figures = ("uneven", "loss", "surprisal", "entropy")
+    rows = [["variant", "pairs on context", "attention on context", *figures]]
+    for name, runs in results.items():
+        if runs[0]["budgets"] is None:
+            continue
+        of_runs = [run["evaluation"]["statistics"] | run["budgets"] for run in runs]
+        shares = ("pairs_context", "mass_context", "uneven")
+        cells = [_by_layer([one[key] for one in of_runs], ".1%") for key in shares]
+        cells += [_by_layer([one[key] for one in of_runs], "+.2f") for key in figures[1:]]
+        rows.append([name, *cells])
+    return rows if len(rows) > 1 else []
+
+
+def _by_layer(runs: Sequence[Sequence[float | None]], form: str) -> str:
+    """The mean over runs of every layer's figure; a dash where a run has none."""
+    layers = zip(*runs, strict=True)
+    return " ".join("-" if None in layer else format(statistics.mean(layer), form) for layer in layers)
 
 
 def main(argv: list[str]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,9 +68,10 @@ class AAMoELayer(nnx.Module):
         self.router = PooledRouter(config) if layer.router == "pooled" else LearnedRouter(config, rngs=rngs)
         self.importance = nnx.Param(jnp.zeros(width), axes=(None,))
         # Experts (AA-08). Standard deviation 1 is that of W^K h and W^V h (decision 29).
-        axes = ("resources", "storage", "heads")
-        self.expert_keys = nnx.Param(jax.random.normal(rngs.params(), shape), axes=axes)
-        self.expert_values = nnx.Param(jax.random.normal(rngs.params(), shape), axes=axes)
+        keys, values = (jax.random.normal(rngs.params(), shape) for _ in range(2))
+        if layer.num_experts:  # a checkpoint cannot hold an array without elements
+            axes = ("resources", "storage", "heads")
+            self.expert_keys, self.expert_values = nnx.Param(keys, axes=axes), nnx.Param(values, axes=axes)
         if layer.budget.normalizer == "row":
             self.predictor = budget_lib.BudgetPredictor(width, rngs=rngs)
         if layer.null_slot == "learned":
@@ -135,13 +135,16 @@ class AAMoELayer(nnx.Module):
         turn = context.turns(self.config).heads_here(context.shards)
         # Eq 9 (AA-16): chunk keys are projected, then rotated; expert rows are neither.
         rotated = rotate_heads(query, turn), rotate_heads(key, turn)
-        return Heads(together, query, *rotated, value, *self._expert_heads(h.dtype))
+        expert_key, expert_value = (x.astype(h.dtype) for x in self._expert_rows(key.shape[-2]))
+        return Heads(together, query, *rotated, value, self.qkv.norm_key(expert_key), expert_value)
 
-    def _expert_heads(self, dtype: Any) -> tuple[Float[Array, "E m H k"], Float[Array, "E m H k"]]:
-        """Keys, normed like those of chunks, and values."""
-        rows = (self.expert_keys[...], self.expert_values[...])
-        key, value = (split_heads(x.astype(dtype), self.config.head_dim) for x in rows)
-        return self.qkv.norm_key(key), value
+    def _expert_rows(self, heads: int) -> tuple[Float[Array, "E m H k"], Float[Array, "E m H k"]]:
+        """Keys, not yet normed like those of chunks, and values."""
+        layer, size = self.config.aamoe, self.config.head_dim
+        if not layer.num_experts:
+            nothing = jnp.zeros((0, layer.chunk_size, heads, size))
+            return nothing, nothing
+        return split_heads(self.expert_keys[...], size), split_heads(self.expert_values[...], size)
 
     def _allocate(self, h: Float[Array, "b n d"], heads: Heads, context: Context) -> tuple[Allocation, Statistics]:
         chunk, chunks = context.index // self.config.aamoe.chunk_size, self._available_chunks(context)
@@ -381,7 +384,8 @@ class AAMoELayer(nnx.Module):
 
     def empty_cache(self, rows: int, length: int) -> Cache:
         """Room for `length` tokens in every row."""
-        expert_key = self.router.expert_keys(self._expert_heads(self.config.dtype)[0])
+        expert_key = self._expert_rows(self.config.num_heads)[0].astype(self.config.dtype)
+        expert_key = self.router.expert_keys(self.qkv.norm_key(expert_key))
         return empty_cache(self.config, rows, length)._replace(expert_key=expert_key)
 
     def fill(self, h: Float[Array, "b L d"], context: Context, cache: Cache) -> Cache:
@@ -418,8 +422,7 @@ class AAMoELayer(nnx.Module):
             heads.query[:, 0],
             split_heads(cache.key, size),
             split_heads(cache.value, size),
-            split_heads(self.expert_keys[...], size),
-            split_heads(self.expert_values[...], size),
+            *self._expert_rows(self.config.num_heads),
             self._paged_slots(allocation, context.positions),
             norm_expert_key=self.qkv.norm_key,
         )

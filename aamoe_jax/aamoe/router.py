@@ -53,7 +53,8 @@ class LearnedRouter(nnx.Module):
         embeddings = jax.random.normal(rngs.params(), (config.aamoe.num_experts, width))
         self.config = config
         self.context_kernel = nnx.Param(kernel, axes=("storage_float32", None))
-        self.expert_embeddings = nnx.Param(embeddings, axes=("resources", "storage_float32"))
+        if config.aamoe.num_experts:
+            self.expert_embeddings = nnx.Param(embeddings, axes=("resources", "storage_float32"))
         self.rotary = config.aamoe.router == "learned"
 
     def scores(self, h: Float[Array, "b n d"], heads: Heads, chunks: Bool[Array, "b s l"], context: Context) -> Scores:
@@ -123,7 +124,9 @@ class LearnedRouter(nnx.Module):
         scale = h.shape[-1] ** -0.5
         query = scale * jnp.matmul(h, self.context_kernel[...], precision=HIGHEST)
         local = jnp.sum(query * h, axis=-1)
+        query = rotate(query, turn) if self.rotary else query
+        if not self.config.aamoe.num_experts:
+            return query, jnp.zeros((*h.shape[:-1], 0)), local
         # Every token scores all experts: of each it takes one vector, m times less than its keys.
         embeddings = shards.gather(self.expert_embeddings[...], RESOURCE, 0)
-        experts = scale * jnp.matmul(h, embeddings.T, precision=HIGHEST)
-        return rotate(query, turn) if self.rotary else query, experts, local
+        return query, scale * jnp.matmul(h, embeddings.T, precision=HIGHEST), local

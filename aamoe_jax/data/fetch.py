@@ -36,6 +36,7 @@ OF_DOMAIN = {"books": (SHAKESPEARE, AUSTEN), "papers": (VIGNETTES,)}
 
 def fetch(domain: str, cache_dir: Path) -> None:
     """Downloads what `domain` needs and the cache lacks. A download that fails leaves nothing behind."""
+    cache_dir = cache_dir.resolve()  # the tools run in a folder of their own
     for download in OF_DOMAIN.get(domain, ()):
         target = cache_dir / download.folder
         if target.is_dir():

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -54,6 +53,8 @@ class Evaluation:
     """FLOPs spent by the forward passes, padding included."""
     statistics: dict[str, Any]
     """`mixers.statistics.summarize`: lists with one figure per layer that has it."""
+    nll_by_target: Float[np.ndarray, "rows L"] | None = None
+    """-log p of every target, 0 where it does not count; None of a model on a mesh."""
     causality: Causality | None = None
     """What the probe saw on the first batch, where it was run."""
 
@@ -184,11 +185,16 @@ class Evaluator:
         """
         scale = self._traced(budget_scale)
         nll = count = text_bytes = 0
+        by_target: list[np.ndarray] = []
         statistics: Statistics = {}
         for index in range(len(batches)):
             batch = batches[index]
             batch_nll, more = self._losses(params, self._put(batch), scale)
-            nll = nll + np.asarray(batch_nll, np.float64)
+            batch_nll = np.asarray(batch_nll, np.float64)
+            if self._placement is None:
+                by_target.append(batch_nll)
+                batch_nll = batch_nll.sum(0)
+            nll = nll + batch_nll
             # In float64 on the host: counts of a long evaluation leave the integers of float32.
             more = jax.tree.map(lambda x: np.asarray(x, np.float64), more)
             statistics = combine(statistics, more) if statistics else more
@@ -206,6 +212,7 @@ class Evaluator:
             nll_by_position=np.divide(nll, count, out=np.full(length, np.nan), where=count > 0),
             flops=cost.forward_flops(self._config, rows * len(batches), length, statistics),
             statistics=summarize(statistics),
+            nll_by_target=np.concatenate(by_target) if by_target else None,
         )
 
     def probed(
@@ -289,7 +296,7 @@ def _summed(losses: Callable[..., tuple[Array, Statistics]]) -> Callable[..., tu
 
     def summed(*inputs: Any) -> tuple[Float[Array, "n"], Statistics]:
         nll, statistics = losses(*inputs)
-        return sum_over_rows(nll), over_all_devices(statistics)
+        return sum_over_rows(nll.sum(0)), over_all_devices(statistics)
 
     return summed
 
@@ -300,12 +307,12 @@ def _losses(
     params: dict[str, Any],
     batch: dict[str, Int[Array, "b L"]],
     scale: Float[Array, ""],
-) -> tuple[Float[Array, "n"], Statistics]:
-    """Sum of -log p over the rows here, for every position here."""
+) -> tuple[Float[Array, "b n"], Statistics]:
+    """-log p of every target here; 0 where it does not count."""
     logits, statistics = forward(params, batch, scale)
     targets, counts = (shards.part(batch[name], TOKENS) for name in ("targets", "loss_mask"))
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    return jnp.sum(nll * counts, axis=0), statistics
+    return nll * counts, statistics
 
 
 # What row budgets read, and how well they are guessed.

@@ -241,8 +241,10 @@ def test_unbounded_budget_without_bias_is_all_attention(local):
     np.testing.assert_allclose(apply(layer, h, context)[0], layer.output(merge_heads(dense)), atol=1e-5)
 
 
-def test_without_experts_and_bounds_it_is_causal_attention():
-    config = model_config(beta=1000.0, slack=1000, bias="none", num_experts=0)
+@pytest.mark.parametrize("router", ["learned", "pooled"])
+def test_without_experts_and_bounds_it_is_causal_attention(router):
+    local = "window" if router == "pooled" else "routed"
+    config = model_config(beta=1000.0, slack=1000, bias="none", num_experts=0, router=router, local=local)
     layer = layer_of(config, importance=0.0)
     dense = CausalAttention(config, rngs=nnx.Rngs(7))
     dense.qkv, dense.output = layer.qkv, layer.output

@@ -43,7 +43,9 @@ def test_every_target_counts_once_and_padding_never():
     rows = [np.concatenate([batch[name] for batch in batches])[:4] for name in ("tokens", "targets")]
     logits = np.asarray(run(config, params, jnp.asarray(rows[0]))[0], np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    nll = -np.take_along_axis(log_p, rows[1][..., None], -1)[..., 0].sum(0)
+    by_target = -np.take_along_axis(log_p, rows[1][..., None], -1)[..., 0]
+    np.testing.assert_allclose(found.nll_by_target, np.pad(by_target, ((0, 2), (0, 0))), rtol=1e-4)
+    nll = by_target.sum(0)
     assert (found.tokens, found.bytes) == (4 * LENGTH, 4 * LENGTH)
     assert found.nll == pytest.approx(nll.sum(), rel=1e-5)
     np.testing.assert_allclose(found.nll_by_position, nll / 4, rtol=1e-4)

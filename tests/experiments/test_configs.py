@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import jax
+import pytest
 from flax import nnx
 
 from aamoe_jax.model import LanguageModel
@@ -26,11 +27,21 @@ BASELINES = (
 )
 
 
-def num_parameters(name: str) -> int:
-    """Parameters of the model that a shipped config describes, counted without making them."""
+def shapes_of(name: str) -> list[tuple[int, ...]]:
+    """Of the parameters of the model that a shipped config describes, which are not made."""
     config = load_experiment([name]).model
     model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model)))
+    return [leaf.shape for leaf in jax.tree.leaves(nnx.state(model))]
+
+
+def num_parameters(name: str) -> int:
+    return sum(map(math.prod, shapes_of(name)))
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_no_parameter_is_without_elements(name):
+    """Orbax refuses to write one."""
+    assert all(map(math.prod, shapes_of(name)))
 
 
 def test_baselines_have_as_many_parameters_as_aamoe():
