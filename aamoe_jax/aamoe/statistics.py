@@ -6,45 +6,74 @@ micro-batches combine exactly. In a model each has a leading axis over the AA-Mo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from aamoe_jax.aamoe.allocation import Allocation
-from aamoe_jax.mixers.base import Statistics
+from aamoe_jax.aamoe.allocation import Allocation, Allocator, Candidates
+from aamoe_jax.aamoe.attend import Found
+from aamoe_jax.aamoe.budget import Budget, floor_causal_budgets, predictor_loss
+from aamoe_jax.aamoe.router import Heads
+from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.shards import max_over_all, sum_over_all
 
 MAXIMA = ("max_budget", "logit_absmax")
 """What is a largest value, and not a sum."""
 
 
+class Steps(NamedTuple):
+    """What a layer finds on its way to its output."""
+
+    heads: Heads
+    candidates: Candidates
+    budget: Budget
+    allocation: Allocation
+    found: Found
+
+
+def of_layer(steps: Steps, context: Context, predicted: Float[Array, "b n"] | None, allocator: Allocator) -> Statistics:
+    """What one layer spent, and what `Context.detail` asks for.
+
+    Args:
+      predicted: real budgets that the predictor guesses, where it is trained beside those of the row.
+    """
+    _, candidates, budget, allocation, found = steps
+    about = spending(allocation, found.mass, budget.wanted, candidates, context)
+    about["overflow"] = found.overflow
+    if predicted is not None:
+        about |= prediction(predicted, floor_causal_budgets(predicted), budget.wanted, context.real, candidates.slots)
+        about["predictor_loss"] = predictor_loss(predicted, budget.wanted, context.real, candidates.slots)
+    if context.detail != "sums":
+        about |= {"spent": allocation.count, "budget": budget.real}
+    if context.detail == "resources":
+        # The log probability of unused slots is set to 0, so that theirs reads 1: it means nothing.
+        probability = jnp.exp(allocator(candidates.normalized(), budget).log_prob)
+        about |= {"resource": allocation.resource, "mass": found.mass, "probability": probability}
+    return about
+
+
 def spending(
     allocation: Allocation,
     mass: Float[Array, "b L K"],
     wanted: Int[Array, "b L"],
-    real: Bool[Array, "b L"],
-    capacity: Float[Array, ""],
-    *,
-    num_chunks: int,
-    num_experts: int,
-    local_first: bool,
+    candidates: Candidates,
+    context: Context,
 ) -> Statistics:
     """Sums over one layer's allocation.
 
     Args:
-      mass: attention mass of each slot, mean over heads; where resources are divided over a mesh, see
-        `parallel.Routed`.
+      mass: attention mass of each slot, mean over heads.
       wanted: floored budgets before availability, slots and cap cut them; the cut is `clipped` (AA-27), and with it
         what prices above 1 took.
-      capacity: B summed over rows.
-      local_first: slot 0 is the local resource (a window, or the own chunk).
     """
+    real, num_chunks = context.real, candidates.num_chunks
+    num_experts = candidates.scores.shape[-1] - num_chunks
     slots = allocation.resource.shape[-1]
     used = (jnp.arange(slots) < allocation.count[..., None]) & real[..., None]
-    is_local = (jnp.arange(slots) == 0) & local_first
+    is_local = (jnp.arange(slots) == 0) & (candidates.local is not None)
     kinds = {
         "local": used & is_local,
         "context": used & ~is_local & (allocation.resource < num_chunks),
@@ -54,7 +83,7 @@ def spending(
     load = jnp.zeros(num_experts + 1).at[expert.reshape(-1)].add(1.0)[:num_experts]
     result = {
         "tokens": real.sum().astype(jnp.float32),
-        "capacity": capacity,
+        "capacity": context.beta * real.sum().astype(jnp.float32),
         "clipped": jnp.where(real, wanted - allocation.count, 0).sum().astype(jnp.float32),
         "zero": (real & (allocation.count == 0)).sum().astype(jnp.float32),
         "one": (real & (allocation.count == 1)).sum().astype(jnp.float32),

@@ -8,7 +8,7 @@ output and statistics are of the same tokens; `context.shards` moves what a mixe
 
 It decodes through a cache of its own making, a pytree of arrays:
 * `empty_cache(rows, length)`: room for `length` tokens in every row;
-* `fill(h, context, cache)`: the cache after a prompt h [b, L, d] that starts the rows, padded at its end;
+* `prefill(h, context, cache) -> (output, cache)`: a prompt h [b, L, d] that starts the rows, padded at its end;
 * `decode(h, context, cache) -> (output, cache)`: one more token h [b, 1, d] per row, at `context.positions`; its output
   is what `__call__` would give it in a row of all tokens so far.
 """
@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Rotation, rotation
-from aamoe_jax.shards import RESOURCE, TOKENS, WHOLE, Shards
+from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS, WHOLE, Shards
 
 BudgetMode = Literal["row", "prefix", "predictor", "predictor_uncapped"]
 Detail = Literal["sums", "tokens", "resources", "maps"]
@@ -141,6 +141,37 @@ class Context:
         """Where in their rows the tokens here stand."""
         rows, length = self.segment_ids.shape
         return self.shards.part(jnp.broadcast_to(jnp.arange(length), (rows, length)), TOKENS)
+
+    def turn_of_heads(self, config: ModelConfig) -> Rotation:
+        """Rotations of the heads of the tokens that attend together."""
+        return self.turns(config).heads_here(self.shards)
+
+    # Over a mesh a device has some tokens of a row ("here"), attends for some more with a part of the heads
+    # ("attending"), and can look at whole rows. Without a mesh all three are the same.
+
+    def gather_attending(self, x: Array) -> Array:
+        """[b, n, ...] of the tokens here -> [b, s, ...]."""
+        return self.shards.gather(x, TENSOR)
+
+    def part_of_attending(self, x: Array) -> Array:
+        """[b, s, ...] -> [b, n, ...]."""
+        return self.shards.part(x, TENSOR)
+
+    def rows_to_attending(self, x: Array) -> Array:
+        """[b, L, ...] of whole rows -> [b, s, ...]."""
+        return self.shards.part(x, RESOURCE)
+
+    def gather_rows(self, x: Array) -> Array:
+        """[b, n, ...] -> [b, L, ...]."""
+        return self.shards.gather(x, TOKENS)
+
+    def part_of_rows(self, x: Array) -> Array:
+        """[b, L, ...] -> [b, n, ...]."""
+        return self.shards.part(x, TOKENS)
+
+    def sum_over_heads(self, x: Array) -> Array:
+        """[b, s, ...] of some of the heads -> [b, n, ...], the sum over all of them."""
+        return self.shards.scatter_sum(x, TENSOR)
 
 
 def causal_mask(segment_ids: Int[Array, "b L"]) -> Bool[Array, "b L L"]:

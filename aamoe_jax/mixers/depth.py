@@ -90,6 +90,12 @@ class MixtureOfDepths(nnx.Module):
         taken, inner, _ = self._take(h, chosen, h.shape[1], context)
         return DepthCache(self.attention.fill(taken, inner, cache.attention), chosen.sum(-1).astype(jnp.int32))
 
+    def prefill(
+        self, h: Float[Array, "b L d"], context: Context, cache: DepthCache
+    ) -> tuple[Float[Array, "b L d"], DepthCache]:
+        """The layer over a prompt, and the cache after it."""
+        return self(h, context)[0], self.fill(h, context, cache)
+
     def decode(
         self, h: Float[Array, "b 1 d"], context: Context, cache: DepthCache
     ) -> tuple[Float[Array, "b 1 d"], DepthCache]:

@@ -35,6 +35,11 @@ class Part(nnx.Module):
         """The cache after a prompt."""
         return cache
 
+    def prefill(self, h: Float[Array, "b L d"], context: Context, cache: Cache) -> tuple[Float[Array, "b L d"], Cache]:
+        """The part over a prompt, and the cache after it."""
+        # What both compute alike, the compiler computes once.
+        return self(h, context)[0], self.fill(h, context, cache)
+
     def decode(self, h: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
         """One more token in every row."""
         return self(h, context)[0], cache
@@ -61,9 +66,12 @@ class SideBySide(nnx.Module):
         """The caches of all parts."""
         return {name: part.empty_cache(rows, length) for name, part in self.parts.items()}
 
-    def fill(self, h: Float[Array, "b L d"], context: Context, cache: dict[str, Any]) -> dict[str, Any]:
-        """The caches after a prompt."""
-        return {name: part.fill(h, context, cache[name]) for name, part in self.parts.items()}
+    def prefill(
+        self, h: Float[Array, "b L d"], context: Context, cache: dict[str, Any]
+    ) -> tuple[Float[Array, "b L d"], dict[str, Any]]:
+        """All parts over a prompt, and the caches after it."""
+        found = {name: part.prefill(h, context, cache[name]) for name, part in self.parts.items()}
+        return sum(output for output, _ in found.values()), {name: after for name, (_, after) in found.items()}
 
     def decode(
         self, h: Float[Array, "b 1 d"], context: Context, cache: dict[str, Any]

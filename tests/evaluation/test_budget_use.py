@@ -16,11 +16,12 @@ def test_budgets_are_set_beside_what_their_tokens_predict():
     config = model_config(pattern=("aamoe", "aamoe"), num_layers=2)
     params, batches = random_params(config), [batch_of(1), batch_of(2, padding_rows=1)]
     found = budget_use(structure(config), params, batches, budget="prefix")
+    model = merge(structure(config), jax.tree.map(jnp.asarray, params))
+    run = jax.jit(lambda *inputs: model(*inputs, budget="prefix", detail="tokens"))
     columns = {"spent": [], "loss": [], "surprisal": [], "entropy": []}
     for batch in batches:
         inputs = [jnp.asarray(batch[name]) for name in ("tokens", "segment_ids", "positions")]
-        model = merge(structure(config), jax.tree.map(jnp.asarray, params))
-        logits, about = jax.jit(lambda *x: model(*x, budget="prefix", detail="tokens"))(*inputs)
+        logits, about = run(*inputs)
         p = np.asarray(jax.nn.softmax(logits), np.float64)
         for row, token in np.argwhere(batch["loss_mask"]):
             if token:  # the surprisal of a first token is not known
