@@ -23,8 +23,8 @@ from jax.stages import Compiled
 
 from aamoe_jax.config import AAMoEConfig, BudgetConfig, MixerName, ModelConfig
 from aamoe_jax.ledger.compiled import Inputs, Row, Trial
-from aamoe_jax.ledger.exact import exact
-from aamoe_jax.mixers.registry import MIXERS
+from aamoe_jax.mixers.costs import Setting
+from aamoe_jax.mixers.registry import MIXERS, costs
 from benchmarks import measure
 from benchmarks.report import Column, table
 
@@ -100,7 +100,7 @@ def measure_length(
         trial = Trial(name, config)
         compiled = compile_step(trial, length)
         size = measure.compiled_bytes(compiled)
-        figures[name] = {"compiled_bytes": size, "flops": 3 * exact(name, config, 1, length).prefill_flops}
+        figures[name] = {"compiled_bytes": size, "flops": 3 * costs(name, Setting(config, 1, length)).prefill_flops}
         if size <= room:
             calls[name] = prepared(trial, compiled, length)
     times = measure.interleaved(calls | {"product": measure.product(config.dtype)}, rounds)

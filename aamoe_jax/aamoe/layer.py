@@ -20,6 +20,7 @@ from aamoe_jax.aamoe import budget as budget_lib
 from aamoe_jax.aamoe import parallel, resources, statistics
 from aamoe_jax.aamoe.allocation import Allocation, BiasScale, Choices, Kind, Purchase, Ranking
 from aamoe_jax.aamoe.cache import Cache, empty_cache
+from aamoe_jax.aamoe.costs import AAMoECosts
 from aamoe_jax.aamoe.parallel import Given, Softmax
 from aamoe_jax.aamoe.pooled import PooledRouter
 from aamoe_jax.aamoe.router import Heads, LearnedRouter
@@ -49,7 +50,7 @@ UNBOUNDED = 2**30
 """More than any budget."""
 
 
-class AAMoELayer(nnx.Module):
+class AAMoELayer(AAMoECosts):
     """Every token attends to the B_i resources that its budget affords, chunks and experts alike, in one call (AA-41).
 
     Parameters: W^Q, W^K, W^V, W^O; W_c and expert embeddings e_l of a learned router; w_B; expert keys and values

@@ -19,9 +19,10 @@ from flax import nnx
 from jax.stages import Compiled
 from jaxtyping import Array, Float, Int
 
+from aamoe_jax.aamoe.costs import attended
 from aamoe_jax.config import MixerName, ModelConfig
-from aamoe_jax.ledger.exact import Costs, Setting, attended
 from aamoe_jax.mixers.base import Context, FixedStreams
+from aamoe_jax.mixers.costs import Costs, Setting
 from aamoe_jax.mixers.expert_sum import BLOCK
 from aamoe_jax.mixers.fixed_maps import FIXED_STARTS
 from aamoe_jax.mixers.registry import build_mixer
@@ -105,7 +106,7 @@ class Trial:
 
 
 def compiled(name: MixerName, config: ModelConfig, rows: int, length: int) -> Costs:
-    """The four figures of `exact`, from programs compiled for the device that JAX finds first.
+    """The figures of `costs` but model FLOPs, from programs compiled for the device that JAX finds first.
 
     FLOPs are those of float32: in bfloat16 a CPU converts every operand first, and conversions count. Loops are made up
     for by `beyond_one_turn`.

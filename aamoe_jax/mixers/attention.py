@@ -11,6 +11,7 @@ from aamoe_jax.config import ModelConfig, Selector
 from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
+from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, key_value_cache, projections, rotated, squares
 from aamoe_jax.mixers.family import Form, head_mix, head_scores, selected, softmax_selected
 from aamoe_jax.mixers.parts import Part, shown_map
 from aamoe_jax.shards import RESOURCE
@@ -38,6 +39,16 @@ class CausalAttention(Part):
     def form(selector: Selector = "all") -> Form:
         """The instance of the family."""
         return Form("earlier tokens", "q . k / sqrt(k)", _KEPT[selector], "softmax over the kept", "x W^V, then W^O")
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """softmax(q K^T) V over all tokens: a static selection is a mask too."""
+        return projections(at) + rotated(at) + squares(at) + key_value_cache(at)
+
+    @staticmethod
+    def decode_bytes(at: Setting) -> int:
+        """Four projections, and all keys and values."""
+        return FLOAT * 2 * at.width * (at.width + at.kv_width) + key_value_cache(at).cache_bytes
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         query, key, value = self._rotated(h, context)

@@ -16,15 +16,17 @@ It decodes through a cache of its own making, a pytree of arrays:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Rotation, rotation
+from aamoe_jax.mixers.costs import Costs, Number, Setting
 from aamoe_jax.shards import RESOURCE, TOKENS, WHOLE, Shards
 
 BudgetMode = Literal["row", "prefix", "predictor", "predictor_uncapped"]
@@ -141,6 +143,34 @@ class Context:
         """Where in their rows the tokens here stand."""
         rows, length = self.segment_ids.shape
         return self.shards.part(jnp.broadcast_to(jnp.arange(length), (rows, length)), TOKENS)
+
+
+class Mixer(nnx.Module):
+    """What all mixers have: see the top of this file. Costs are functions of the config alone: no mixer is built."""
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """Of one layer of this mixer, in closed form."""
+        raise NotImplementedError
+
+    @staticmethod
+    def extra_flops(at: Setting, members: Sequence[type[Mixer]], statistics: Statistics) -> float:
+        """FLOPs of a forward pass beyond the model FLOPs in `costs`, for mixers whose work depends on the text.
+
+        Args:
+          members: the mixers of one period of the stack that share this method.
+          statistics: of all layers of the stack; a figure may be missing, and then changes nothing.
+        """
+        return 0.0
+
+    @classmethod
+    def decode_bytes(cls, at: Setting) -> Number:
+        """Bytes that one more token of one row reads: parameters (float32), and what it reads of a full cache.
+
+        Raises:
+          NotImplementedError: the mixer does not say.
+        """
+        raise NotImplementedError(f"{cls.__name__} does not say what it reads for one more token")
 
 
 def causal_mask(segment_ids: Int[Array, "b L"]) -> Bool[Array, "b L L"]:

@@ -15,10 +15,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import merge_heads, rotate_heads, split_heads
-from aamoe_jax.mixers.attention import WeightedAttention
+from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.cache import KeyValueCache
 from aamoe_jax.mixers.cache import empty_cache as empty_key_value_cache
+from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
 from aamoe_jax.mixers.family import Form, head_scores, softmax_selected
 from aamoe_jax.shards import RESOURCE
 
@@ -51,6 +52,12 @@ class ClusteredAttention(WeightedAttention):
         return Form(
             "earlier tokens", "q . k / sqrt(k)", "the clusters with the best q . centroid", "softmax", "x W^V, then W^O"
         )
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """Attention to all keys, of which those of other clusters are masked; queries and keys meet every centroid."""
+        routing = 2 * at.config.attention.clusters * (at.width + at.kv_width)
+        return CausalAttention.costs(at) + at.per_token(routing, 0, FLOAT * at.config.kv_heads)
 
     def _weigh(
         self, h: Float[Array, "b L d"], context: Context

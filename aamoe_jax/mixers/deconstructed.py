@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from aamoe_jax.config import MixerName, ModelConfig
 from aamoe_jax.layers import Projection, residual_gain
 from aamoe_jax.mixers.base import Context, Statistics
+from aamoe_jax.mixers.costs import Costs, Setting
 from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.parts import Part
 from aamoe_jax.shards import TENSOR
@@ -52,6 +53,11 @@ class TokenMLP(Part):
     def form() -> Form:
         """The instance of the family."""
         return Form("hidden units", "x . k", "all", "SiLU(x . k) (x . u)", "rows of V, then W^O")
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """Four d x d maps: three hidden vectors with what SiLU keeps, and the input of W^O."""
+        return at.per_token(8 * at.width**2, 7 * at.size * at.width)
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         down = self.down(jax.nn.silu(self.gate(h)) * self.up(h))

@@ -10,16 +10,20 @@ Shapes: b rows, L tokens of them here, N of whole rows, d width, E experts, w hi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig, MoEConfig
 from aamoe_jax.layers import flatten_tokens, residual_gain
 from aamoe_jax.mixers.base import Cache, Context, Statistics
+from aamoe_jax.mixers.convolution import TOKENS_BEFORE, convolution_costs
+from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
 from aamoe_jax.mixers.expert_sum import expert_sum
 from aamoe_jax.mixers.family import Form, softmax_selected, top_selected
 from aamoe_jax.mixers.parts import Part
@@ -57,6 +61,33 @@ class Experts(Part):
         """The experts' outputs, weighted and summed."""
         found = expert_sum(flatten_tokens(h), self.keys[...], self.values[...], *map(flatten_tokens, mixture))
         return found.reshape(h.shape)
+
+    @classmethod
+    def costs(cls, at: Setting) -> Costs:
+        """A router, 2 d E or 6 d E + 4 E^2 (and 6 d of model FLOPs for a convolution), and the experts that a token is
+        meant to have, 4 d w each. Blocks of tokens are full; hidden units are computed again in the backward pass."""
+        config, d, count = at.config, at.width, at.config.moe.num_experts
+        router = 2 * d * count if config.moe.router == "linear" else 6 * d * count + 4 * count**2
+        flops = router + cls.experts_per_token(config) * flops_per_expert(config)
+        saved = FLOAT * d + count * (3 * FLOAT + 2)  # the router's input; scores, coefficients, choices
+        if config.moe.router == "attention":
+            saved += FLOAT * count * (2 * count + 5)
+        if config.moe.router_input != "causal_conv":
+            return at.per_token(flops, saved)
+        return at.per_token(flops, saved, model_flops=flops + 2 * d * TOKENS_BEFORE) + convolution_costs(at)
+
+    @staticmethod
+    def experts_per_token(config: ModelConfig) -> int:
+        """Experts that a token is meant to have."""
+        return config.moe.top_k
+
+    @staticmethod
+    def extra_flops(at: Setting, members: Sequence[type[Experts]], statistics: Statistics) -> float:
+        """Experts that really computed a token, less those that were meant to."""
+        if "moe_load" not in statistics:
+            return 0.0
+        meant = at.config.periods * sum(mixture.experts_per_token(at.config) for mixture in members)
+        return (float(np.sum(statistics["moe_load"])) - at.tokens * meant) * flops_per_expert(at.config)
 
     def empty_cache(self, rows: int, length: int) -> Cache:
         return self.router.empty_cache(rows)
@@ -141,6 +172,16 @@ class SwitchExperts(Experts):
         """The instance of the family."""
         return Form("experts", "x W", "the highest, if it has room", "softmax over all", "V_l ReLU(K_l x)")
 
+    @classmethod
+    def costs(cls, at: Setting) -> Costs:
+        """One expert per token; a cache counts how many tokens each has taken."""
+        return super().costs(at) + Costs(cache_bytes=at.rows * at.config.moe.num_experts * FLOAT)
+
+    @staticmethod
+    def experts_per_token(config: ModelConfig) -> int:
+        """One, while it has room."""
+        return 1
+
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         scores, real = self.router(h, context), real_tokens(context)
         wanted = top_selected(scores, 1) & real[..., None]
@@ -187,6 +228,11 @@ class SwitchExperts(Experts):
 
     def _mixture(self, scores: Float[Array, "b L E"], chosen: Bool[Array, "b L E"]) -> Mixture:
         return Mixture(jnp.where(chosen, jax.nn.softmax(scores, axis=-1), 0), chosen)
+
+
+def flops_per_expert(config: ModelConfig) -> int:
+    """One expert of width w for one token: 4 d w."""
+    return 4 * config.d_model * config.expert_width
 
 
 def real_tokens(context: Context) -> Bool[Array, "b L"]:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, residual_gain
 from aamoe_jax.mixers.base import Context, Statistics
+from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
 from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.parts import Part
 
@@ -26,6 +27,17 @@ class FeedForward(Part):
     def form() -> Form:
         """The instance of the family."""
         return Form("hidden units", "x . k", "those with x . k > 0", "ReLU", "rows of V")
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """Two matrices, 4 d n; which units are on, and both sides of the choice."""
+        n = at.config.ff_width
+        return at.per_token(4 * at.width * n, n * (1 + 2 * at.size))
+
+    @staticmethod
+    def decode_bytes(at: Setting) -> int:
+        """Both matrices."""
+        return FLOAT * 2 * at.width * at.config.ff_width
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         return self.value(jax.nn.relu(self.key(h))), {}
@@ -46,6 +58,12 @@ class SwiGLU(Part):
     def form() -> Form:
         """The instance of the family."""
         return Form("hidden units", "x . k and x . g", "all", "silu(x . g) (x . k)", "rows of W^out")
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """Three matrices, 6 d n; gate, key, their product, and what SiLU keeps."""
+        n = at.config.swiglu_width
+        return at.per_token(6 * at.width * n, 6 * at.size * n)
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         return self.value(jax.nn.silu(self.gate(h)) * self.key(h)), {}

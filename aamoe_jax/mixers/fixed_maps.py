@@ -23,6 +23,7 @@ from aamoe_jax.layers import merge_heads, rotate_heads, split_heads
 from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import fill_value, mix_values, write_value
+from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, projections, saved_norm, saved_rotation, squares
 from aamoe_jax.mixers.family import Form, head_scores, largest_logit, softmax_selected
 from aamoe_jax.shards import RESOURCE, TENSOR, Shards
 
@@ -59,6 +60,24 @@ class FixedMapAttention(WeightedAttention):
         """The instance of the family."""
         source = "noise" if stream == "random_qk" else "a fixed text"
         return Form("earlier tokens", f"q . k / sqrt(k) of {source}", "all", "softmax", "x W^V, then W^O")
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """The map of one row for all; values and W^O of every row. Decoding reads its row of the map.
+
+        Model FLOPs are those of attention, as if every row made its map: the fixed sequence costs what one more row
+        does.
+        """
+        config, d, kv, length, s = at.config, at.width, at.kv_width, at.length, at.size
+        model = projections(at).model_flops + squares(at).model_flops
+        of_rows = at.per_token(2 * d * (kv + d) + 2 * d * length, s * (d + kv), s * kv, model_flops=model)
+        masked = at.tokens * config.num_heads * length * (1 + 2 * FLOAT + s)
+        queries_and_keys = length * (saved_norm(config, d) + saved_norm(config, kv) + s * (2 * d + kv))
+        return of_rows + Costs(
+            prefill_flops=length * 2 * d * (d + kv) + 2 * d * length**2,
+            activation_bytes=masked + queries_and_keys + length * 2 * saved_rotation(config.head_dim),
+            cache_bytes=config.num_heads * length**2 * s,
+        )
 
     def _weigh(
         self, h: Float[Array, "b s d"], context: Context
@@ -114,6 +133,11 @@ class StaticAttention(CausalAttention):
     def form() -> Form:
         """The instance of the family."""
         return Form("earlier tokens", "q . k / sqrt(k) of their embeddings", "all", "softmax", "x W^V, then W^O")
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """Attention whose queries and keys are made of embeddings, which are saved beside the input."""
+        return CausalAttention.costs(at) + at.per_token(0, at.size * at.width)
 
     def _query_key_value(
         self, h: Float[Array, "b s d"], context: Context

@@ -13,11 +13,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.mixers.base import Cache, Context, Statistics
+from aamoe_jax.mixers.base import Cache, Context, Mixer, Statistics
 from aamoe_jax.shards import TENSOR
 
 
-class Part(nnx.Module):
+class Part(Mixer):
     """A part that looks at every token alone, unless it says otherwise: it has no cache."""
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
@@ -45,7 +45,7 @@ def shown_map(part: Part, h: Float[Array, "b L d"], context: Context) -> Statist
     return {"attention_map": part.attention_map(h, context)} if context.detail == "maps" else {}
 
 
-class SideBySide(nnx.Module):
+class SideBySide(Mixer):
     """The mixer that is the sum of its parts."""
 
     def __init__(self, parts: Mapping[str, Callable[..., Part]], config: ModelConfig, *, rngs: nnx.Rngs):

@@ -11,7 +11,9 @@ from aamoe_jax.aamoe.layer import AAMoELayer
 from aamoe_jax.config import MixerName, ModelConfig
 from aamoe_jax.mixers.all_attention import AllAttention
 from aamoe_jax.mixers.attention import CausalAttention
+from aamoe_jax.mixers.base import Mixer
 from aamoe_jax.mixers.clustered import ClusteredAttention
+from aamoe_jax.mixers.costs import Costs, Setting, mixer_input
 from aamoe_jax.mixers.deconstructed import TokenMLP
 from aamoe_jax.mixers.depth import MixtureOfDepths
 from aamoe_jax.mixers.dynamic import FilteredAttention, GatedAttention, SquareRootAttention
@@ -59,6 +61,17 @@ def forms(name: MixerName) -> list[Form]:
     """What a mixer is as an instance of the family, part by part."""
     makers = [WHOLE[name]] if name in WHOLE else PARTS[name].values()
     return [make.func.form(**make.keywords) if isinstance(make, functools.partial) else make.form() for make in makers]
+
+
+def makers(name: str) -> list[type[Mixer]]:
+    """The classes of a mixer: those of its parts, or its own."""
+    made = [WHOLE[name]] if name in WHOLE else PARTS[name].values()
+    return [make.func if isinstance(make, functools.partial) else make for make in made]
+
+
+def costs(name: str, at: Setting) -> Costs:
+    """What one layer of the mixer costs."""
+    return sum((maker.costs(at) for maker in makers(name)), mixer_input(at))
 
 
 def build_mixer(name: MixerName, config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from aamoe_jax.aamoe.costs import flops_per_pair
 from aamoe_jax.config import ExperimentConfig, ModelConfig
-from aamoe_jax.cost import flops_per_pair, forward_flops
+from aamoe_jax.cost import forward_flops
 from aamoe_jax.preflight.hardware import Slice
 from aamoe_jax.preflight.summary import Mode
 from aamoe_jax.preflight.work import Kernel
