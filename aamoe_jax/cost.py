@@ -16,21 +16,6 @@ from aamoe_jax.mixers.base import Mixer, Statistics
 from aamoe_jax.mixers.costs import Number, Setting
 from aamoe_jax.mixers.registry import makers
 
-# Peak dense bfloat16 FLOP/s of one device as JAX counts devices (vendors' data sheets).
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "TPU7x": 1153.5e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
-}
-
 
 def forward_flops(config: ModelConfig, rows: int, length: int, statistics: Statistics) -> float:
     """Model FLOPs of one forward pass over rows x length tokens, readout included.
@@ -62,11 +47,6 @@ def decode_bytes(config: ModelConfig, context: int) -> Number:
     at = Setting(config, 1, context)
     readout = 4 * config.d_model * (config.vocab_size + 1)
     return sum(mixer.decode_bytes(at) for mixer in _mixers(config)) * config.periods + readout
-
-
-def peak_flops(device: jax.Device) -> float | None:
-    """Peak bfloat16 FLOP/s of the device, or None where no data sheet says."""
-    return PEAK_FLOPS.get(device.device_kind)
 
 
 def parameter_count(params: object) -> int:

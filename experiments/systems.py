@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+from aamoe_jax.markdown import table
 from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.registry import MIXERS, forms
-from aamoe_jax.preflight.report import table
 
 ROOT = Path(__file__).parents[1]
 SYSTEMS = Path(__file__).with_name("systems.tsv")

@@ -9,9 +9,9 @@ from aamoe_jax.aamoe.costs import attended
 from aamoe_jax.config import MixerName, ModelConfig
 from aamoe_jax.ledger.compiled import compiled
 from aamoe_jax.ledger.published import PRECOMPUTED_SLIP, PRINTED, SLIPS, Quantity, Symbols, evaluate, formula
+from aamoe_jax.markdown import table
 from aamoe_jax.mixers.costs import Setting
 from aamoe_jax.mixers.registry import MIXERS, costs
-from aamoe_jax.preflight.report import table
 
 EXACT_NOTE = (
     "What this code does for one mixer in one layer, in closed form: matrix products, what a mask hides included; "
