@@ -12,36 +12,12 @@ import typing
 from typing import Any, Literal, get_args
 
 from aamoe_jax import patterns
+from aamoe_jax.registry import MIXERS, unknown_mixer
 
 BudgetNormalizer = Literal["row", "prefix"]
 Importance = Literal["learned", "bounded", "uniform"]
 Local = Literal["window", "chunk", "routed", "none"]
 Router = Literal["learned", "learned_nope", "pooled"]
-MixerName = Literal[
-    "aamoe",
-    "mixture_of_depths",
-    "parallel",
-    "all_attention",
-    "attention",
-    "local_attention",
-    "strided_attention",
-    "sink_attention",
-    "sqrt_attention",
-    "gated_attention",
-    "filtered_attention",
-    "clustered_attention",
-    "mlp",
-    "approximate",
-    "non_approximate",
-    "random_qk",
-    "fixed_qk",
-    "static_qk",
-    "feed_forward",
-    "swiglu",
-    "moe",
-    "switch",
-    "relu_moe",
-]
 Selector = Literal["all", "window", "strided", "sinks"]
 Remat = Literal["none", "dots", "full"]
 Kernel = Literal[
@@ -315,8 +291,8 @@ class ModelConfig:
         for layer in pattern:
             names = patterns.mixers_of(layer)
             for name in names:
-                if name not in get_args(MixerName):
-                    _refuse(self, "pattern", f"{name!r} is no mixer; there are {', '.join(get_args(MixerName))}")
+                if name not in MIXERS:
+                    _refuse(self, "pattern", unknown_mixer(name))
                 if names.count(name) > 1:
                     _refuse(self, "pattern", f"layer {layer!r} has {name!r} twice")
         object.__setattr__(self, "pattern", pattern)
@@ -335,11 +311,11 @@ class ModelConfig:
         return self.num_layers // len(self.pattern)
 
     @property
-    def mixers(self) -> tuple[tuple[int, MixerName], ...]:
+    def mixers(self) -> tuple[tuple[int, str], ...]:
         """The mixers of one period in order, each with the layer of the period that it is in."""
         return tuple((at, name) for at, layer in enumerate(self.pattern) for name in patterns.mixers_of(layer))
 
-    def layers_of(self, name: MixerName) -> tuple[int, ...]:
+    def layers_of(self, name: str) -> tuple[int, ...]:
         """The layers of the stack that have a mixer of this name."""
         stack = self.pattern * self.periods
         return tuple(at for at, layer in enumerate(stack) if name in patterns.mixers_of(layer))

@@ -13,8 +13,8 @@ import jax
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.base import Mixer, Statistics
-from aamoe_jax.mixers.costs import Number, Setting
-from aamoe_jax.mixers.registry import makers
+from aamoe_jax.mixers.costs import Setting
+from aamoe_jax.registry import MIXERS
 
 
 def forward_flops(config: ModelConfig, rows: int, length: int, statistics: Statistics) -> float:
@@ -37,7 +37,7 @@ def training_flops(config: ModelConfig, rows: int, length: int, statistics: Stat
     return 3 * forward_flops(config, rows, length, statistics)
 
 
-def decode_bytes(config: ModelConfig, context: int) -> Number:
+def decode_bytes(config: ModelConfig, context: int) -> float:
     """Bytes that one more token of one row must read at a context of that many tokens: parameters (float32) and caches.
     The pairs of AA-MoE layers come on top (`aamoe.costs.bytes_per_pair`).
 
@@ -55,5 +55,5 @@ def parameter_count(params: object) -> int:
 
 
 def _mixers(config: ModelConfig) -> Iterator[type[Mixer]]:
-    """Of one period, part by part."""
-    return (maker for _, name in config.mixers for maker in makers(name))
+    """Of one period."""
+    return (MIXERS[name].cls for _, name in config.mixers)

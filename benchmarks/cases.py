@@ -14,11 +14,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax.aamoe.costs import flops_per_pair
-from aamoe_jax.config import MixerName, ModelConfig
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Rotation
 from aamoe_jax.mixers.base import Context, Statistics
+from aamoe_jax.mixers.build import build_mixer, costs
 from aamoe_jax.mixers.costs import Setting
-from aamoe_jax.mixers.registry import build_mixer, costs
 from benchmarks.dense import CANDIDATES, parallel_layer
 
 AAMOE = "aamoe"
@@ -41,7 +41,7 @@ class Case:
     """Standard deviation of w_B . h / sqrt(d) over tokens: 0 is initialisation, where all budgets are equal."""
 
     @property
-    def mixer(self) -> MixerName:
+    def mixer(self) -> str:
         return "aamoe" if self.layer == AAMOE else "parallel"
 
     def step(self) -> Callable[..., tuple[Array, tuple[Any, Array], Statistics]]:

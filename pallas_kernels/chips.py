@@ -45,7 +45,7 @@ _assumed: list[str] = []
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Peak dense bfloat16 FLOP/s of a device of this kind, as JAX names and counts devices; None where it is unknown."""
+    """Peak dense bfloat16 FLOP/s of one device, by the kind that JAX gives it; None where it is unknown."""
     if device_kind not in _KINDS:
         return _OTHERS.get(device_kind)
     chip = TPUS[_KINDS[device_kind]]

@@ -12,12 +12,13 @@ activation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from aamoe_jax.aamoe.budget import PREDICTOR_WIDTH
+from aamoe_jax.aamoe.statistics import summarize
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.base import Mixer, Statistics
 from aamoe_jax.mixers.convolution import convolution_costs
@@ -59,6 +60,11 @@ class AAMoECosts(Mixer):
             + Costs(cache_bytes=cached)
             + (convolution_costs(at) if config.aamoe.key_convolution else Costs())
         )
+
+    @staticmethod
+    def summarize(statistics: Statistics) -> dict[str, Any]:
+        """What the layers spent, and on what: see `aamoe.statistics.summarize`."""
+        return summarize(statistics) if "capacity" in statistics else {}
 
     @staticmethod
     def extra_flops(at: Setting, members: Sequence[type[Mixer]], statistics: Statistics) -> float:

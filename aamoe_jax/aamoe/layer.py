@@ -37,6 +37,7 @@ from aamoe_jax.layers import (
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.convolution import CausalConvolution, last_tokens
 from aamoe_jax.mixers.family import Form
+from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS
 from pallas_kernels.block_sparse_attention import (
     Pairs,
@@ -50,6 +51,7 @@ UNBOUNDED = 2**30
 """More than any budget."""
 
 
+@register("aamoe", "chunks of context and experts that a budget buys, in one attention", heads="softmax", neurons=True)
 class AAMoELayer(AAMoECosts):
     """Every token attends to the B_i resources that its budget affords, chunks and experts alike, in one call (AA-41).
 

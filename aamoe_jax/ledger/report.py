@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from typing import get_args
 
 from aamoe_jax.aamoe.costs import attended
-from aamoe_jax.config import MixerName, ModelConfig
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.ledger.compiled import compiled
 from aamoe_jax.ledger.published import PRECOMPUTED_SLIP, PRINTED, SLIPS, Quantity, Symbols, evaluate, formula
 from aamoe_jax.markdown import table
+from aamoe_jax.mixers.build import costs
 from aamoe_jax.mixers.costs import Setting
-from aamoe_jax.mixers.registry import MIXERS, costs
+from aamoe_jax.registry import MIXERS
 
 EXACT_NOTE = (
     "What this code does for one mixer in one layer, in closed form: matrix products, what a mask hides included; "
@@ -37,7 +38,7 @@ PAPER_NOTE = (
 def exact_table(config: ModelConfig, rows: int, length: int) -> str:
     """All mixers in `exact` mode."""
     lines = []
-    for name in MIXERS:
+    for name in sorted(MIXERS):
         found = costs(name, Setting(config, rows, length))
         lines.append(
             [
@@ -54,7 +55,7 @@ def exact_table(config: ModelConfig, rows: int, length: int) -> str:
 def compiled_table(config: ModelConfig, rows: int, length: int) -> str:
     """All mixers: `exact` over `compiled`."""
     lines = []
-    for name in MIXERS:
+    for name in sorted(MIXERS):
         exact, said = costs(name, Setting(config, rows, length)), compiled(name, config, rows, length)
         pairs = [(getattr(exact, quantity), getattr(said, quantity)) for quantity in get_args(Quantity)]
         lines.append([name, *(f"{mine / theirs:.3f}" if theirs else f"{mine:g} = 0" for mine, theirs in pairs)])
@@ -76,7 +77,7 @@ def symbols_of(config: ModelConfig, rows: int, length: int) -> Symbols:
     return Symbols(rows, length, config.d_model, config.num_heads, **sizes)
 
 
-def _paper_lines(name: MixerName, config: ModelConfig, rows: int, length: int, symbols: Symbols) -> Iterable[list[str]]:
+def _paper_lines(name: str, config: ModelConfig, rows: int, length: int, symbols: Symbols) -> Iterable[list[str]]:
     exact = costs(name, Setting(config, rows, length))
     for quantity in get_args(Quantity):
         printed, right = formula(name, quantity), formula(name, quantity, "corrected")

@@ -14,6 +14,7 @@ from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, key_value_cache, projections, rotated, saved_norm
 from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.parts import Part
+from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
 Heads = Float[Array, "b _ H k"]
@@ -40,11 +41,19 @@ def joint_attention(
     return from_context + jnp.einsum("bhin,nhk->bihk", weights[..., length:], memory_value)
 
 
+@register(
+    "all_attention",
+    "one softmax over tokens and `d_ff` learned vectors (eq 2-3)",
+    heads="softmax",
+    neurons=True,
+)
 class AllAttention(Part):
     """MHA over the context and `ff_width` persistent vectors; it replaces the feed-forward.
 
     Queries meet the memory un-rotated, so that its scores do not depend on the absolute position (decision 10).
     """
+
+    label = "attention"
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.qkv = QueryKeyValue(config, rngs=rngs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,6 +16,7 @@ from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, key_value_cache, projections, rotated, squares
 from aamoe_jax.mixers.family import Form, head_mix, head_scores, selected, softmax_selected
 from aamoe_jax.mixers.parts import Part, shown_map
+from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
 _KEPT = {
@@ -24,8 +27,11 @@ _KEPT = {
 }
 
 
+@register("attention", "softmax attention to all earlier tokens", heads="softmax")
 class CausalAttention(Part):
     """softmax(q K^T / sqrt(k)) V over the token's own document, and W^O over all heads (AA-03, AA-04, DEC-02)."""
+
+    label = "attention"
 
     def __init__(self, config: ModelConfig, selector: Selector = "all", *, rngs: nnx.Rngs):
         self.qkv = QueryKeyValue(config, rngs=rngs)
@@ -98,6 +104,16 @@ class CausalAttention(Part):
         self, h: Float[Array, "b L d"], context: Context
     ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
         return self.qkv.grouped(h)
+
+
+_static = functools.partial(register, heads="softmax")
+_static("local_attention", "attention to the last `window` tokens", selector="window")(CausalAttention)
+_static("strided_attention", "attention to the last `stride` tokens, and every `stride`-th", selector="strided")(
+    CausalAttention
+)
+_static("sink_attention", "attention to the last `window` and the first `sinks` tokens", selector="sinks")(
+    CausalAttention
+)
 
 
 class WeightedAttention(CausalAttention):

@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Rotation, rotation
 from aamoe_jax.mixers.costs import Costs, Number, Setting
+from aamoe_jax.mixers.family import Form
 from aamoe_jax.shards import RESOURCE, TOKENS, WHOLE, Shards
 
 BudgetMode = Literal["row", "prefix", "predictor", "predictor_uncapped"]
@@ -149,9 +150,29 @@ class Mixer(nnx.Module):
     """What all mixers have: see the top of this file. Costs are functions of the config alone: no mixer is built."""
 
     @staticmethod
+    def form(**options: Any) -> Form:
+        """What it is as a sum over candidates, for the table of mixers."""
+        raise NotImplementedError
+
+    @classmethod
+    def forms(cls, **options: Any) -> list[Form]:
+        """One for each of its parts."""
+        return [cls.form(**options)]
+
+    @staticmethod
     def costs(at: Setting) -> Costs:
         """Of one layer of this mixer, in closed form."""
         raise NotImplementedError
+
+    @staticmethod
+    def summarize(statistics: Statistics) -> dict[str, Any]:
+        """Figures per layer, made on the host of what `__call__` returned, summed over a batch.
+
+        Args:
+          statistics: those of a whole stack, in float64, each with a leading axis over the layers that have it; those
+            of this mixer are missing where no layer is one.
+        """
+        return {}
 
     @staticmethod
     def extra_flops(at: Setting, members: Sequence[type[Mixer]], statistics: Statistics) -> float:

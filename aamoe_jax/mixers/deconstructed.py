@@ -12,18 +12,19 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from aamoe_jax.config import MixerName, ModelConfig
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, residual_gain
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.costs import Costs, Setting
 from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.parts import Part
+from aamoe_jax.registry import register
 from aamoe_jax.shards import TENSOR
 
 Principle = Literal["token_mixing", "mathematical_form", "sequence_dependency", "current_qk"]
 """Tokens interact; by softmax over dot products; with weights that follow the input; made of the current layer."""
 
-PRINCIPLES: Mapping[MixerName, frozenset[Principle]] = {
+PRINCIPLES: Mapping[str, frozenset[Principle]] = {
     "attention": frozenset({"token_mixing", "mathematical_form", "sequence_dependency", "current_qk"}),
     "mlp": frozenset(),
     "approximate": frozenset({"token_mixing", "sequence_dependency", "current_qk"}),
@@ -35,12 +36,15 @@ PRINCIPLES: Mapping[MixerName, frozenset[Principle]] = {
 """What every variant keeps of standard attention (DEC-01)."""
 
 
+@register("mlp", "attention's parameters as a SwiGLU: tokens do not mix", neurons=True)
 class TokenMLP(Part):
     """FC_Dn(SiLU(FC_Gt(h)) * FC_Up(h)) with d x d maps in place of W^Q, W^K and W^V, and W^O after it (DEC-03).
 
     Tokens do not mix, so there is nothing that a rotary turn could tell apart. Groups of heads have no meaning here:
     the maps stay d x d whatever `num_kv_heads` is.
     """
+
+    label = "mlp"
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width = config.d_model

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ from aamoe_jax.mixers.cache import KeyValueCache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
 from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.feed_forward import FeedForward
+from aamoe_jax.mixers.parallel import Parallel
+from aamoe_jax.mixers.statistics import shares
+from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS
 
 PREDICTOR_WIDTH = 64
@@ -41,14 +44,9 @@ class DepthCache(NamedTuple):
     count: Int[Array, "b"]
 
 
-def parallel_costs(at: Setting) -> Costs:
-    """Of the layer that tokens go through."""
-    return CausalAttention.costs(at) + FeedForward.costs(at)
-
-
 def through_flops(config: ModelConfig, length: int, share: float) -> float:
     """Model FLOPs per token of the row: the parallel layer for a share of its tokens, among themselves."""
-    return share * parallel_costs(Setting(config, 1, math.ceil(share * length))).model_flops
+    return share * Parallel.costs(Setting(config, 1, math.ceil(share * length))).model_flops
 
 
 class TokenPredictor(nnx.Module):
@@ -64,6 +62,7 @@ class TokenPredictor(nnx.Module):
         return jax.nn.relu(h @ self.hidden[...]) @ self.output[...]
 
 
+@register("mixture_of_depths", "a parallel layer that some of the tokens skip", heads="softmax", neurons=True)
 class MixtureOfDepths(Mixer):
     """r_i (MHA(h) + FF(h))_i for the tokens that were chosen, 0 for the others."""
 
@@ -89,7 +88,7 @@ class MixtureOfDepths(Mixer):
         config, d, hidden = at.config, at.width, PREDICTOR_WIDTH
         room = max(1, math.ceil(config.depth_capacity * at.length))
         through = dataclasses.replace(at, length=room if config.aamoe.budget.normalizer == "row" else at.length)
-        inside, after = parallel_costs(through), parallel_costs(at)
+        inside, after = Parallel.costs(through), Parallel.costs(at)
         layer = dataclasses.replace(
             inside, decode_flops=after.decode_flops, cache_bytes=after.cache_bytes + at.rows * FLOAT, model_flops=0
         )
@@ -97,6 +96,12 @@ class MixtureOfDepths(Mixer):
         taken = Costs(activation_bytes=through.tokens * at.size * d) + at.per_token(0, 2 * FLOAT * d + FLOAT * hidden)
         model = Costs(model_flops=round(through_flops(config, at.length, config.depth_capacity)))
         return layer + taken + at.per_token(2 * d + 2 * d * hidden + 2 * hidden, 0) + model
+
+    @staticmethod
+    def summarize(statistics: Statistics) -> dict[str, Any]:
+        """`depth_chosen`, the share of tokens that went through; `depth_predicted`, those that the predictor knew."""
+        parts = {"depth_chosen": "depth_through", "depth_predicted": "depth_agree"}
+        return shares(statistics, {name: (part, "depth_tokens") for name, part in parts.items()})
 
     @staticmethod
     def extra_flops(at: Setting, members: Sequence[type[Mixer]], statistics: Statistics) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +36,15 @@ from aamoe_jax.mixers.costs import (
     squares,
 )
 from aamoe_jax.mixers.family import Form, head_scores, root_normalized, softmax_selected
+from aamoe_jax.mixers.statistics import shares
+from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
 KEPT_AT_START = 2.0
 """The logit of the learned filter before training: 0.88 of certainty, so that most tokens are kept and learn."""
 
 
+@register("sqrt_attention", "scores over the root of their number in place of a softmax", heads="root")
 class SquareRootAttention(WeightedAttention):
     """(q K^T / sqrt(k)) V / sqrt(n) over the n tokens so far, and W^O over all heads (PM-13).
 
@@ -94,6 +97,7 @@ class GatedCache(NamedTuple):
         return GatedCache(self.neurons.write(positions, key, value), written)
 
 
+@register("gated_attention", "SwiGLU whose neurons are the earlier tokens", heads="gated_root")
 class GatedAttention(WeightedAttention):
     """silu(q . g) (q . k) v, summed over the n tokens so far and divided by sqrt(n): SwiGLU whose neurons are tokens.
 
@@ -200,6 +204,7 @@ class FilteredCache(NamedTuple):
         return grouped.reshape(rows, heads, room)
 
 
+@register("filtered_attention", "attention to the tokens that a filter keeps", heads="softmax")
 class FilteredAttention(WeightedAttention):
     """Softmax attention in which a token adds its neuron to a head only where its message is worth it (PM-10).
 
@@ -241,6 +246,11 @@ class FilteredAttention(WeightedAttention):
         # Keys, values, what the filter adds to their scores; how many there are, and for how many there was no room.
         cached = at.rows * (2 * room * at.kv_width * at.size + heads * (FLOAT * room + 2 * FLOAT))
         return projections(at) + rotated(at) + short + filtering + Costs(cache_bytes=cached)
+
+    @staticmethod
+    def summarize(statistics: Statistics) -> dict[str, Any]:
+        """`neurons_kept`, the share of tokens that added a neuron to a head."""
+        return shares(statistics, {"neurons_kept": ("neurons_added", "neurons_offered")})
 
     def _weigh(
         self, h: Float[Array, "b L d"], context: Context

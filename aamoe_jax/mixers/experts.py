@@ -28,6 +28,8 @@ from aamoe_jax.mixers.expert_sum import expert_sum
 from aamoe_jax.mixers.family import Form, softmax_selected, top_selected
 from aamoe_jax.mixers.parts import Part
 from aamoe_jax.mixers.routers import ExpertRouter
+from aamoe_jax.mixers.statistics import expert_use
+from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE, TENSOR
 
 
@@ -41,6 +43,8 @@ class Mixture(NamedTuple):
 
 class Experts(Part):
     """sum_l p_l(x) V_l ReLU(K_l x): what all mixtures share. Subclasses say how scores become coefficients."""
+
+    label = "experts"
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         count, width, hidden = config.moe.num_experts, config.d_model, config.expert_width
@@ -77,6 +81,25 @@ class Experts(Part):
         return at.per_token(flops, saved, model_flops=flops + 2 * d * TOKENS_BEFORE) + convolution_costs(at)
 
     @staticmethod
+    def summarize(statistics: Statistics) -> dict[str, Any]:
+        """`moe_active` experts per token; `moe_sparsity`, the share of experts that a token does without;
+        `moe_dropped`, the share of choices beyond capacity; `moe_entropy` of the load over its maximum log E (1: all
+        experts equally used); `moe_dead`, the share of experts that no token had."""
+        if "moe_load" not in statistics:
+            return {}
+        load, tokens, dropped = (statistics[name] for name in ("moe_load", "moe_tokens", "moe_dropped"))
+        tokens, pairs = np.maximum(tokens, 1), load.sum(-1)
+        entropy, dead = expert_use(load)
+        figures = {
+            "moe_active": pairs / tokens,
+            "moe_sparsity": 1 - pairs / tokens / load.shape[-1],
+            "moe_dropped": dropped / np.maximum(pairs + dropped, 1),
+            "moe_entropy": entropy,
+            "moe_dead": dead,
+        }
+        return {name: value.tolist() for name, value in figures.items()}
+
+    @staticmethod
     def experts_per_token(config: ModelConfig) -> int:
         """Experts that a token is meant to have."""
         return config.moe.top_k
@@ -96,6 +119,7 @@ class Experts(Part):
         return self.router.fill(h, context, cache)
 
 
+@register("moe", "the `top_k` experts of the highest scores", neurons=True)
 class TopKExperts(Experts):
     """The k experts of the highest scores (UNI-03), and Switch's loss to balance them."""
 
@@ -123,6 +147,7 @@ class TopKExperts(Experts):
         return Mixture(jnp.where(chosen, jax.nn.softmax(scores, axis=-1), 0), chosen)
 
 
+@register("relu_moe", "all experts whose score is positive (ReMoE)", neurons=True)
 class ReLUExperts(Experts):
     """p = ReLU(r): as many experts as have a positive score (ReMoE; eq 6, UNI-04).
 
@@ -160,6 +185,7 @@ class SwitchCache(NamedTuple):
     """How many tokens of the group that the last one is in chose each expert."""
 
 
+@register("switch", "the best expert, while it has capacity", neurons=True)
 class SwitchExperts(Experts):
     """One expert per token, while it has room (Fedus et al. 2022; UNI-11).
 

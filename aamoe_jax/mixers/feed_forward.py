@@ -12,10 +12,14 @@ from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
 from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.parts import Part
+from aamoe_jax.registry import register
 
 
+@register("feed_forward", "two matrices with ReLU between them", neurons=True)
 class FeedForward(Part):
     """FF(x) = V ReLU(x K) with K, V of d x d_ff and no bias."""
+
+    label = "feed_forward"
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.key = Projection(config.d_model, config.ff_width, axes=("storage", "heads"), rngs=rngs)
@@ -43,8 +47,11 @@ class FeedForward(Part):
         return self.value(jax.nn.relu(self.key(h))), {}
 
 
+@register("swiglu", "a feed-forward whose hidden units are gated", neurons=True)
 class SwiGLU(Part):
     """(silu(x W^gate) (x W^in)) W^out: every hidden unit has a gate of its own (PM-02)."""
+
+    label = "feed_forward"
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         inwards = {"axes": ("storage", "heads"), "rngs": rngs}

@@ -9,7 +9,7 @@ Shapes: b rows, L tokens per row, s of them attend here, H heads, G heads of key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -18,13 +18,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from aamoe_jax.config import ConfigError, MixerName, ModelConfig
+from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.layers import merge_heads, rotate_heads, split_heads
 from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import fill_value, mix_values, write_value
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, projections, saved_norm, saved_rotation, squares
 from aamoe_jax.mixers.family import Form, head_scores, largest_logit, softmax_selected
+from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE, TENSOR, Shards
 
 TEXT = """\
@@ -123,6 +124,7 @@ class FixedMapAttention(WeightedAttention):
         return split_heads(self.qkv.value(h), self.config.head_dim)
 
 
+@register("static_qk", "queries and keys of the token embeddings", embeddings=True)
 class StaticAttention(CausalAttention):
     """softmax(q K^T / sqrt(k)) V with q and K of the embeddings that entered the first block, and V of the input.
 
@@ -174,9 +176,6 @@ def fixed_tokens(file: str | None, vocab_size: int, length: int) -> Int[np.ndarr
     return np.resize(tokens.astype(np.int32), length)
 
 
-Start = Callable[[Callable, ModelConfig, Array, Shards], Array]
-
-
 def _of_noise(embed: Callable, config: ModelConfig, places: Int[Array, "1 n"], shards: Shards) -> Float[Array, "1 n d"]:
     return noise_stream(places, config.d_model).astype(config.dtype)
 
@@ -186,5 +185,5 @@ def _of_text(embed: Callable, config: ModelConfig, places: Int[Array, "1 n"], sh
     return embed(jnp.asarray(fixed_tokens(config.fixed_tokens, config.vocab_size, length))[places], shards)
 
 
-FIXED_STARTS: Mapping[MixerName, Start] = {"random_qk": _of_noise, "fixed_qk": _of_text}
-"""What enters the first block of the streams that mixers look at, at the given places."""
+register("random_qk", "the attention map of noise", fixed_stream=_of_noise, stream="random_qk")(FixedMapAttention)
+register("fixed_qk", "the attention map of a fixed text", fixed_stream=_of_text, stream="fixed_qk")(FixedMapAttention)

@@ -7,7 +7,7 @@ the sum. So the maths of a part knows nothing of `tensor`, and all parts of a la
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -19,6 +19,9 @@ from aamoe_jax.shards import TENSOR
 
 class Part(Mixer):
     """A part that looks at every token alone, unless it says otherwise: it has no cache."""
+
+    label: ClassVar[str]
+    """Its name among the parameters of a layer."""
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         raise NotImplementedError

@@ -19,6 +19,7 @@ from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, projections
 from aamoe_jax.mixers.family import Form, head_scores, largest_logit, softmax_selected
 from aamoe_jax.mixers.parts import shown_map
+from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
 LEAST_MEAN = 0.5
@@ -35,6 +36,7 @@ class TaylorState(NamedTuple):
     square_value: Float[Array, "b G k k"]
 
 
+@register("approximate", "the second-order series of softmax attention")
 class ApproximateAttention(WeightedAttention):
     """Weights 1 + q . k / sqrt(k) + q^2 . k^2 / (2 k) with element-wise squares, divided by their sum.
 
@@ -169,6 +171,7 @@ def running(single: Tally, segment_ids: Int[Array, "b L"]) -> Tally:
     return jax.lax.associative_scan(join, (single, segment_ids), axis=1)[0]
 
 
+@register("non_approximate", "one logit per token, whichever token looks at it")
 class NonApproximateAttention(CausalAttention):
     """o_i = sum_{j <= i} e^(s_j) v_j / sum_{j <= i} e^(s_j), s_j = SiLU(q_j) . k_j / sqrt(k): one per head and token.
 

@@ -70,6 +70,7 @@ class Slice:
 
     @property
     def devices_per_chip(self) -> int:
+        """Devices as JAX counts them."""
         core = TPUS[self.chip]
         return core.cores // core.device_cores
 

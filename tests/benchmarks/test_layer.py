@@ -13,8 +13,8 @@ from flax import nnx
 
 from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig
 from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.build import build_mixer, costs
 from aamoe_jax.mixers.costs import Setting
-from aamoe_jax.mixers.registry import build_mixer, costs
 from benchmarks import report
 from benchmarks.cases import Case
 from benchmarks.dense import CANDIDATES, flash, over_rows, query_blocks, triangle

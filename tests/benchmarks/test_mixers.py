@@ -12,8 +12,8 @@ from absl import app
 
 from aamoe_jax.config import AAMoEConfig, ModelConfig
 from aamoe_jax.ledger.compiled import Trial
+from aamoe_jax.mixers.build import costs
 from aamoe_jax.mixers.costs import Setting
-from aamoe_jax.mixers.registry import costs
 from benchmarks import mixers
 
 ROOT = Path(__file__).parents[2]

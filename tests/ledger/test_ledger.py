@@ -14,8 +14,9 @@ from aamoe_jax.config import AAMoEConfig, AttentionConfig, BudgetConfig, ModelCo
 from aamoe_jax.ledger.compiled import Trial, beyond_one_turn, compiled
 from aamoe_jax.ledger.published import PRECOMPUTED_SLIP, PRINTED, SLIPS, Symbols, evaluate, formula
 from aamoe_jax.ledger.report import report, symbols_of
+from aamoe_jax.mixers.build import costs
 from aamoe_jax.mixers.costs import Costs, Setting
-from aamoe_jax.mixers.registry import MIXERS, costs
+from aamoe_jax.registry import MIXERS
 from pallas_kernels.block_sparse_attention import Pairs, block_sparse_attention, xla
 from pallas_kernels.block_sparse_attention.operation import Problem
 

@@ -16,10 +16,10 @@ from flax import nnx
 from aamoe_jax.config import ConfigError, ModelConfig, MoEConfig
 from aamoe_jax.cost import forward_flops
 from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.build import build_mixer, costs
 from aamoe_jax.mixers.costs import Setting
 from aamoe_jax.mixers.expert_sum import BLOCK, _lists, expert_sum
 from aamoe_jax.mixers.family import top_selected
-from aamoe_jax.mixers.registry import build_mixer, costs
 from aamoe_jax.mixers.routers import ExpertRouter
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.shards import Shards
