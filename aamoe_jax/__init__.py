@@ -14,12 +14,15 @@ from aamoe_jax.config import (
     OptimizerConfig,
     TrainingConfig,
 )
+from aamoe_jax.extensions import import_mixers
 from aamoe_jax.generation.decoder import Decoder
 from aamoe_jax.generation.generate import generate, stream
 from aamoe_jax.generation.sampling import Sampling
-from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.base import Context, Mixer
+from aamoe_jax.mixers.costs import Costs, Setting
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.model import LanguageModel, merge, split, structure
+from aamoe_jax.registry import register
 
 __all__ = [
     "AAMoEConfig",
@@ -29,17 +32,22 @@ __all__ = [
     "BudgetConfig",
     "ConfigError",
     "Context",
+    "Costs",
     "DataConfig",
     "Decoder",
     "ExperimentConfig",
     "LanguageModel",
+    "Mixer",
     "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
     "Sampling",
+    "Setting",
     "TrainingConfig",
     "generate",
+    "import_mixers",
     "merge",
+    "register",
     "split",
     "stream",
     "structure",

@@ -13,7 +13,7 @@ import jax
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.base import Mixer, Statistics
-from aamoe_jax.mixers.costs import Setting
+from aamoe_jax.mixers.costs import Number, Setting
 from aamoe_jax.registry import MIXERS
 
 
@@ -37,7 +37,7 @@ def training_flops(config: ModelConfig, rows: int, length: int, statistics: Stat
     return 3 * forward_flops(config, rows, length, statistics)
 
 
-def decode_bytes(config: ModelConfig, context: int) -> float:
+def decode_bytes(config: ModelConfig, context: int) -> Number:
     """Bytes that one more token of one row must read at a context of that many tokens: parameters (float32) and caches.
     The pairs of AA-MoE layers come on top (`aamoe.costs.bytes_per_pair`).
 

@@ -43,6 +43,8 @@ class Entry:
     """Whether it has learned key/value pairs that are networks of neurons."""
     embeddings: bool
     """Whether it reads the token embeddings (`Context.embedded`)."""
+    config: type | None
+    """A frozen dataclass whose fields can be set in gin, and which `ModelConfig.of` returns; None: it has none."""
     fixed_stream: Callable[..., Any] | None
     """What enters the first block of the fixed sequence that it reads (`Context.fixed`): a function of (embed, config,
     positions [1, n], shards), which returns [1, n, d]."""
@@ -64,6 +66,7 @@ def register(
     heads: Activation | None = None,
     neurons: bool = False,
     embeddings: bool = False,
+    config: type | None = None,
     fixed_stream: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Callable[[Class], Class]:
@@ -73,19 +76,39 @@ def register(
       options: keyword arguments with which the class is called, beside (config, *, rngs).
 
     Raises:
-      ValueError: the name is no word of letters, digits and underscores, or is taken.
+      ValueError: the name is no word of letters, digits and underscores, or is taken; the config is no frozen
+        dataclass with a default for every field.
     """
     if not re.fullmatch(r"[A-Za-z]\w*", name):
         raise ValueError(f"mixer name {name!r}: must be letters, digits and underscores, such as 'running_mean'")
+
+    if config is not None and not _is_config(config):
+        raise ValueError(
+            f"mixer {name!r}: config = {config!r} must be a frozen dataclass with a default for every field"
+        )
 
     def enter(cls: Class) -> Class:
         taken = MIXERS.get(name)
         if taken is not None and _place(taken.cls) != _place(cls):
             raise ValueError(f"mixer name {name!r} is that of {_place(taken.cls)}: take another for {_place(cls)}")
-        MIXERS[name] = Entry(name, cls, summary, options, heads, neurons, embeddings, fixed_stream)
+        MIXERS[name] = Entry(name, cls, summary, options, heads, neurons, embeddings, config, fixed_stream)
         return cls
 
     return enter
+
+
+def own_configs() -> dict[str, type]:
+    """The configs that mixers have registered, by the name of the class."""
+    return {entry.config.__name__: entry.config for entry in MIXERS.values() if entry.config is not None}
+
+
+def _is_config(cls: type) -> bool:
+    if not dataclasses.is_dataclass(cls) or not cls.__dataclass_params__.frozen:
+        return False
+    missing = dataclasses.MISSING
+    return all(
+        field.default is not missing or field.default_factory is not missing for field in dataclasses.fields(cls)
+    )
 
 
 def unknown_mixer(name: str) -> str:

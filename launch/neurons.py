@@ -31,6 +31,7 @@ FLAGS = flags.FLAGS
 
 def define_flags() -> None:
     """The flags of this program."""
+    program.define_import_flag()
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_integer("messages", 3, "Longest learned messages shown of every layer.", lower_bound=0)
     flags.DEFINE_list("thresholds", [], "Filters heads by the norm of messages, at each of these thresholds.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import get_args
 
@@ -18,7 +19,8 @@ EXACT_NOTE = (
     "What this code does for one mixer in one layer, in closed form: matrix products, what a mask hides included; "
     "norms, softmaxes, rotary turns and sorting are left out. Activations: what the forward pass leaves for the "
     "backward pass, without recomputation. AA-MoE spends its whole budget, every token finds room at its experts, "
-    "`relu_moe` has as many as it aims at; tiles and blocks are full."
+    "`relu_moe` has as many as it aims at; tiles and blocks are full. Of an imported mixer that does not "
+    "say what it costs, every parameter is multiplied once per token, and `-` is unknown."
 )
 COMPILED_NOTE = (
     "Closed form over what the compiler says. FLOPs are its `cost_analysis` in float32, elementwise operations "
@@ -45,7 +47,7 @@ def exact_table(config: ModelConfig, rows: int, length: int) -> str:
                 name,
                 f"{found.prefill_flops / 1e9:.3f}",
                 f"{found.decode_flops / 1e6:.3f}",
-                f"{found.activation_bytes / 2**20:.1f}",
+                "-" if math.isnan(found.activation_bytes) else f"{found.activation_bytes / 2**20:.1f}",
                 f"{found.cache_bytes}",
             ]
         )

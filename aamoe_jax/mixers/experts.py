@@ -123,6 +123,8 @@ class Experts(Part):
 class TopKExperts(Experts):
     """The k experts of the highest scores (UNI-03), and Switch's loss to balance them."""
 
+    losses = ("balance_loss",)
+
     @staticmethod
     def form() -> Form:
         """The instance of the family."""
@@ -154,6 +156,8 @@ class ReLUExperts(Experts):
     Nothing is chosen apart from the coefficients, so that the output is continuous in the scores. How many there are is
     left to a sparsity loss, whose weight `training.auxiliary` adapts (UNI-05).
     """
+
+    losses = ("sparsity_loss",)
 
     @staticmethod
     def form() -> Form:
@@ -192,6 +196,8 @@ class SwitchExperts(Experts):
     Capacity is that of groups of `capacity_tokens` tokens of a document, filled in their order: neither later tokens
     nor other documents take a token's place. A token that found none passes the layer by.
     """
+
+    losses = ("balance_loss",)
 
     @staticmethod
     def form() -> Form:

@@ -23,9 +23,6 @@ class Part(Mixer):
     label: ClassVar[str]
     """Its name among the parameters of a layer."""
 
-    def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
-        raise NotImplementedError
-
     def attention_map(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b H L S"]:
         """What every token here weighs every token by, head by head (DEC-17)."""
         raise NotImplementedError
