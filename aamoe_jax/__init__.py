@@ -2,6 +2,7 @@
 
 from aamoe_jax.aamoe.allocation import Allocation
 from aamoe_jax.aamoe.layer import AAMoELayer
+from aamoe_jax.check import check_mixer
 from aamoe_jax.config import (
     AAMoEConfig,
     AttentionConfig,
@@ -44,6 +45,7 @@ __all__ = [
     "Sampling",
     "Setting",
     "TrainingConfig",
+    "check_mixer",
     "generate",
     "import_mixers",
     "merge",

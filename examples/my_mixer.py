@@ -6,6 +6,7 @@
   python -m launch.generate --checkpoint=runs/moving_average --prompt='def '
 
 It decodes by computing rows again, and its FLOPs are two per parameter: `empty_cache`, `fill`, `decode` and `costs` of
+aamoe_jax/mixers/base.py say better. `aamoe_jax.check_mixer('moving_average')` holds it to what stacks need.
 """
 
 import dataclasses

@@ -33,6 +33,7 @@ LAYERS = (
     ("training",),
     ("evaluation", "preflight"),
     ("generation", "analysis"),
+    ("check",),
     ("__init__",),
 )
 """The packages and modules of aamoe_jax, each above what it may import. Those of one line do not import each other."""

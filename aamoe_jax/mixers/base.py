@@ -13,6 +13,7 @@ It decodes through a cache of its own making, a pytree of arrays:
   is what `__call__` would give it in a row of all tokens so far.
 A mixer that defines none of the three decodes by computing whole rows again.
 
+`check_mixer` (aamoe_jax/check.py) holds a mixer to all of this.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ def _sizes(cls: type[Mixer], at: Setting) -> tuple[int, int]:
     """Parameters of a mixer, and bytes of its cache. None is made."""
     options = next(entry.options for entry in MIXERS.values() if entry.cls is cls)
 
-    def build() -> tuple[nnx.State, Cache]:
+    def build() -> tuple[Any, Cache]:
         mixer = cls(at.config, rngs=nnx.Rngs(0), **options)
         return nnx.state(mixer), mixer.empty_cache(at.rows, at.length)
 
