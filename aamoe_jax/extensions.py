@@ -115,6 +115,9 @@ def _import(name: str, path: Path) -> ModuleType:
         return known
     try:
         if "." in module or path.name == "__init__.py":
+            root = str(path.parents[module.count(".")])
+            if path.name != "__init__.py" and root not in sys.path:
+                sys.path.append(root)  # where its package lies
             return importlib.import_module(module)
         spec = importlib.util.spec_from_file_location(module, path)
         found = importlib.util.module_from_spec(spec)

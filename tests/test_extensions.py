@@ -36,6 +36,7 @@ def write(tmp_path, monkeypatch):
     """Writes modules into the current folder; what they register is gone after the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(extensions, "_imported", [])
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     names, modules = set(MIXERS), set(sys.modules)
 
     def write(file: str, name: str = "scaled", config: str = "ScaledConfig", source: str = SOURCE):
@@ -59,6 +60,12 @@ class TestImport:
         assert MIXERS["scaled"].summary == "its input, multiplied"
         assert imported() == ((name, str(path)),)
         assert ModelConfig(pattern=("scaled",)).mixers == ((0, "scaled"),)
+
+    def test_a_module_of_a_package(self, write):
+        path = write("package/mine.py")
+        import_mixers("package.mine")
+        assert imported() == (("package.mine", str(path)),)
+        assert MIXERS["scaled"].cls.__module__ == "package.mine"
 
     def test_a_file_is_imported_once_whatever_it_is_called(self, write):
         path = write("mine.py")
