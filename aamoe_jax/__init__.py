@@ -2,6 +2,7 @@
 
 from aamoe_jax.aamoe.allocation import Allocation
 from aamoe_jax.aamoe.layer import AAMoELayer
+from aamoe_jax.check import check_mixer
 from aamoe_jax.config import (
     AAMoEConfig,
     AttentionConfig,
@@ -14,12 +15,15 @@ from aamoe_jax.config import (
     OptimizerConfig,
     TrainingConfig,
 )
+from aamoe_jax.extensions import import_mixers
 from aamoe_jax.generation.decoder import Decoder
 from aamoe_jax.generation.generate import generate, stream
 from aamoe_jax.generation.sampling import Sampling
-from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.base import Context, Mixer
+from aamoe_jax.mixers.costs import Costs, Setting
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.model import LanguageModel, merge, split, structure
+from aamoe_jax.registry import register
 
 __all__ = [
     "AAMoEConfig",
@@ -29,17 +33,23 @@ __all__ = [
     "BudgetConfig",
     "ConfigError",
     "Context",
+    "Costs",
     "DataConfig",
     "Decoder",
     "ExperimentConfig",
     "LanguageModel",
+    "Mixer",
     "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
     "Sampling",
+    "Setting",
     "TrainingConfig",
+    "check_mixer",
     "generate",
+    "import_mixers",
     "merge",
+    "register",
     "split",
     "stream",
     "structure",

@@ -16,15 +16,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax.aamoe.resources import whole_chunks
-from aamoe_jax.config import MixerName, ModelConfig
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Norm
 from aamoe_jax.mixers.base import NO_STREAMS, BudgetMode, Cache, Context, Detail, FixedStreams, Statistics
-from aamoe_jax.mixers.fixed_maps import FIXED_STARTS
-from aamoe_jax.mixers.registry import build_mixer
+from aamoe_jax.mixers.build import build_mixer
+from aamoe_jax.registry import MIXERS
 from aamoe_jax.shards import TENSOR, TOKENS, WHOLE, Shards
 from pallas_kernels.varying import equally_varying
 
-Skipped = int | MixerName
+Skipped = int | str
 """A layer, counted from 0, or a mixer wherever it stands."""
 
 REMAT_POLICIES = {
@@ -211,9 +211,10 @@ class LanguageModel(nnx.Module):
             shards=shards,
         ).with_turns(self.config)
         x = self.embed(shards.part(tokens, TOKENS), shards)
+        reads_embeddings = any(MIXERS[name].embeddings for _, name in self.config.mixers)
         context = dataclasses.replace(
             context,
-            embedded=shards.gather(x, TENSOR) if self.config.layers_of("static_qk") else None,
+            embedded=shards.gather(x, TENSOR) if reads_embeddings else None,
             fixed=self.fixed_streams(tokens.shape[1], shards),
         )
         x, statistics = self._run_periods(x, context)
@@ -234,7 +235,7 @@ class LanguageModel(nnx.Module):
     def fixed_streams(self, length: int, shards: Shards = WHOLE) -> FixedStreams:
         """What enters the first block beside the batch: noise or a text, where a mixer makes its map of it."""
         config = self.config
-        starts = {name: start for name, start in FIXED_STARTS.items() if config.layers_of(name)}
+        starts = {name: start for _, name in config.mixers if (start := MIXERS[name].fixed_stream) is not None}
         if not starts:
             return NO_STREAMS
         whole = dataclasses.replace(Context.of_rows(config, 1, length), shards=shards)

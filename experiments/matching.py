@@ -16,9 +16,9 @@ from flax import nnx
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.cost import forward_flops, parameter_count
+from aamoe_jax.markdown import table
 from aamoe_jax.model import LanguageModel
 from aamoe_jax.preflight.closed_form import pairs_per_token
-from aamoe_jax.preflight.report import table
 from experiments.binding import bindable_fields, rebound
 
 Equal = Literal["flops", "parameters"]

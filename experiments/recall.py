@@ -39,9 +39,9 @@ from aamoe_jax.analysis.pictures import BLUE, STYLE, VERMILION
 from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
 from aamoe_jax.data import ensure_prepared
 from aamoe_jax.evaluation.perplexity import causal_budget
+from aamoe_jax.markdown import table
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.model import merge
-from aamoe_jax.preflight.report import table
 from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.state import abstract_state, initial_state, place
 from aamoe_jax.training.step import make_train_step

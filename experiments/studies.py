@@ -27,8 +27,8 @@ from scipy import stats
 from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.data import ensure_prepared
 from aamoe_jax.evaluation.budget_use import UNEVEN
+from aamoe_jax.markdown import table
 from aamoe_jax.model import Skipped
-from aamoe_jax.preflight.report import table
 from experiments.binding import load_experiment
 from experiments.matching import TOLERANCE, active_flops, match, parameters
 from experiments.runs import Result, exit_code, require_one_dataset, run, with_steps

@@ -27,6 +27,7 @@ FLAGS = flags.FLAGS
 
 def define_flags() -> None:
     """The flags of this program."""
+    program.define_import_flag()
     flags.DEFINE_string("run_dir", None, "Run folder, as given to launch.train.", required=True)
     flags.DEFINE_integer("window", 0, "Which window of the held-out split the budget map shows.", lower_bound=0)
     flags.DEFINE_integer("tokens", 440, "How many tokens of it.", lower_bound=1)

@@ -48,6 +48,7 @@ Record = dict[str, Any]
 
 def define_flags() -> None:
     """The flags of this program."""
+    program.define_import_flag()
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_enum("which", "latest", ["latest", "best"], "Of a run: the newest, or that of the best validation.")
     flags.DEFINE_list("datasets", [], "Datasets to evaluate on; the mixture of the run if not given.")

@@ -35,6 +35,7 @@ Step = list[int | None]
 
 def define_flags() -> None:
     """The flags of this program."""
+    program.define_import_flag()
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_enum("which", "latest", ["latest", "best"], "Of a run: the newest, or that of the best validation.")
     flags.DEFINE_multi_string("prompt", [], "Text to continue. Repeat it to continue several together.")

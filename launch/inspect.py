@@ -33,6 +33,7 @@ FLAGS = flags.FLAGS
 
 def define_flags() -> None:
     """The flags of this program."""
+    program.define_import_flag()
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_string("text", None, "File that holds the passage; - reads standard input.")
     flags.DEFINE_bool("copies", False, "Measure repeated against new tokens of a held-out split instead.")

@@ -21,6 +21,7 @@ from absl import flags
 from aamoe_jax.analysis import neurons, thinning
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.data import evaluation_batches, load_tokenizer
+from aamoe_jax.registry import MIXERS
 from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
 from aamoe_jax.training.metrics import read_metrics
 from launch import program
@@ -30,6 +31,7 @@ FLAGS = flags.FLAGS
 
 def define_flags() -> None:
     """The flags of this program."""
+    program.define_import_flag()
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_integer("messages", 3, "Longest learned messages shown of every layer.", lower_bound=0)
     flags.DEFINE_list("thresholds", [], "Filters heads by the norm of messages, at each of these thresholds.")
@@ -70,7 +72,7 @@ def networks(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     model, tokenizer = checkpoint.config.model, load_tokenizer(checkpoint.config.data.tokenizer)
     records = []
     for layer, name, mixer in neurons.mixers_of(checkpoint.params, model):
-        if name not in neurons.READABLE:
+        if not MIXERS[name].readable:
             records.append({"layer": layer, "mixer": name, "network": None})
             continue
         ranks = neurons.ranks(name, mixer, model)

@@ -22,6 +22,21 @@ from experiments.binding import bindable_fields
 ROOT = Path(__file__).parents[1]
 RANK = {"pallas_kernels": 0, "aamoe_jax": 1, "experiments": 2, "launch": 3, "benchmarks": 3, "tests": 4}
 """Imports run towards lower ranks. Rooms of one rank do not import each other."""
+LAYERS = (
+    ("registry", "patterns", "markdown", "shards"),
+    ("config",),
+    ("layers", "data", "extensions"),
+    ("mixers",),
+    ("aamoe",),
+    ("cost", "model"),
+    ("ledger", "sharding"),
+    ("training",),
+    ("evaluation", "preflight"),
+    ("generation", "analysis"),
+    ("check",),
+    ("__init__",),
+)
+"""The packages and modules of aamoe_jax, each above what it may import. Those of one line do not import each other."""
 PACKAGES = ("aamoe_jax", "pallas_kernels", "experiments", "launch")
 FUNCTION_LINES = 80
 KERNEL_FUNCTION_LINES = 150
@@ -76,6 +91,26 @@ def upward_imports(sources: Sources) -> list[str]:
             if target != room and target in RANK and RANK[target] >= RANK[room]:
                 complaints.append(f"{path}:{node.lineno}: {room} imports {target}")
     return complaints
+
+
+def upward_imports_inside(sources: Sources) -> list[str]:
+    """Imports inside aamoe_jax against the direction of LAYERS, and units that LAYERS does not have."""
+    rank = {name: index for index, names in enumerate(LAYERS) for name in names}
+    complaints = []
+    for path, node in nodes(sources):
+        package, *inside = path.removesuffix(".py").split("/")
+        if package != "aamoe_jax":
+            continue
+        if inside[0] not in rank:
+            complaints.append(f"{path}:1: LAYERS does not have {inside[0]}")
+            continue
+        for module in imported_modules(node):
+            if not module.startswith("aamoe_jax."):
+                continue
+            target = module.split(".")[1]
+            if target != inside[0] and rank.get(target, 0) >= rank[inside[0]]:
+                complaints.append(f"{path}:{node.lineno}: {inside[0]} imports {target}")
+    return sorted(set(complaints))
 
 
 def foreign_imports(sources: Sources, *, forbidden: tuple[str, ...]) -> list[str]:
@@ -284,6 +319,23 @@ class TestDirection:
             {"launch/x.py": "import experiments.binding, aamoe_jax\nfrom pallas_kernels import aot"}
         )
         assert_none(upward_imports(everything))
+
+    @pytest.mark.parametrize(
+        ("path", "source"),
+        [
+            ("aamoe_jax/mixers/x.py", "from aamoe_jax.aamoe.layer import AAMoELayer"),
+            ("aamoe_jax/mixers/x.py", "def f():\n    from aamoe_jax import model"),
+            ("aamoe_jax/registry.py", "import aamoe_jax.config"),
+            ("aamoe_jax/layers.py", "from aamoe_jax import data"),
+            ("aamoe_jax/elsewhere.py", "x = 1"),
+        ],
+    )
+    def test_sees_an_import_against_the_direction_inside_the_library(self, path, source):
+        assert upward_imports_inside({path: source})
+
+    def test_imports_inside_the_library_run_one_way(self, packages):
+        assert not upward_imports_inside({"aamoe_jax/aamoe/x.py": "from aamoe_jax.mixers import base\nimport jax"})
+        assert_none(upward_imports_inside(packages))
 
     def test_the_library_knows_no_gin_and_no_flags(self):
         forbidden = ("gin", "absl.flags", "absl.app")

@@ -15,6 +15,7 @@ from aamoe_jax.aamoe import allocation, statistics
 from aamoe_jax.aamoe.allocation import Allocation, Candidates
 from aamoe_jax.aamoe.attend import Found, beside_null
 from aamoe_jax.aamoe.budget import IMPORTANCE, Budget, BudgetPredictor, budget_of_rows
+from aamoe_jax.aamoe.costs import AAMoECosts
 from aamoe_jax.aamoe.decode import PagedDecoding
 from aamoe_jax.aamoe.parallel import attend
 from aamoe_jax.aamoe.pooled import PooledRouter
@@ -26,9 +27,11 @@ from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_ga
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.convolution import CausalConvolution
 from aamoe_jax.mixers.family import Form
+from aamoe_jax.registry import register
 
 
-class AAMoELayer(PagedDecoding):
+@register("aamoe", "chunks of context and experts that a budget buys, in one attention", heads="softmax", neurons=True)
+class AAMoELayer(PagedDecoding, AAMoECosts):
     """Every token attends to the B_i resources that its budget affords, chunks and experts alike, in one softmax.
 
     Parameters: W^Q, W^K, W^V, W^O; W_c and expert embeddings e_l of a learned router; w_B; expert keys and values

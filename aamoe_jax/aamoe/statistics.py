@@ -1,7 +1,6 @@
 """What a layer spent, and on what (AA-25): sums that add up over micro-batches, and the figures made of them.
 
-Every value is a sum over the real tokens of a batch (`max_budget`: the largest), so that statistics of several
-micro-batches combine exactly. In a model each has a leading axis over the AA-MoE layers.
+`max_budget` is the largest value. In a model each has a leading axis over the AA-MoE layers.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ from aamoe_jax.aamoe.attend import Found
 from aamoe_jax.aamoe.budget import Budget, floor_causal_budgets, predictor_loss
 from aamoe_jax.aamoe.router import Heads
 from aamoe_jax.mixers.base import Context, Statistics
-from aamoe_jax.shards import max_over_all, sum_over_all
-
-MAXIMA = ("max_budget", "logit_absmax")
-"""What is a largest value, and not a sum."""
+from aamoe_jax.mixers.statistics import expert_use
 
 
 class Steps(NamedTuple):
@@ -122,16 +118,6 @@ def prediction(
     return jax.lax.stop_gradient(result)
 
 
-def combine(left: Statistics, right: Statistics) -> Statistics:
-    """Statistics of two micro-batches together."""
-    return {name: jnp.maximum(left[name], right[name]) if name in MAXIMA else left[name] + right[name] for name in left}
-
-
-def over_all_devices(statistics: Statistics) -> Statistics:
-    """Statistics of the tokens of all devices, inside `jax.shard_map`."""
-    return {name: max_over_all(value) if name in MAXIMA else sum_over_all(value) for name, value in statistics.items()}
-
-
 def summarize(statistics: Statistics) -> dict[str, Any]:
     """Figures per layer, on the host: lists with one float per AA-MoE layer.
 
@@ -140,8 +126,6 @@ def summarize(statistics: Statistics) -> dict[str, Any]:
     expert load over its maximum log E (1: all experts equally used); `dead_experts` the share of experts that nobody
     chose; `predictor_affords` one list per layer, its k-th figure the accuracy of [B_i >= k].
     """
-    if not statistics:
-        return {}
     s = {name: np.asarray(value, np.float64) for name, value in statistics.items()}
     tokens = np.maximum(s["tokens"], 1)
     pairs = sum(s[f"pairs_{kind}"] for kind in ("local", "context", "expert"))
@@ -167,10 +151,3 @@ def summarize(statistics: Statistics) -> dict[str, Any]:
         result["predictor_total"] = s["predictor_total"] / np.maximum(s["capacity"], 1)
         result["predictor_affords"] = s["predictor_affords"] / tokens[..., None]
     return {name: value.tolist() for name, value in result.items()}
-
-
-def expert_use(load: Float[np.ndarray, "n E"]) -> tuple[Float[np.ndarray, "n"], Float[np.ndarray, "n"]]:
-    """Of the loads of experts: entropy over its maximum log E, and the share of experts without any."""
-    share = load / np.maximum(load.sum(-1, keepdims=True), 1)
-    entropy = -np.sum(share * np.log(np.where(share > 0, share, 1)), axis=-1)
-    return entropy / np.log(max(load.shape[-1], 2)), np.mean(load == 0, axis=-1)

@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax.analysis import clusters
-from aamoe_jax.config import ConfigError, MixerName, ModelConfig
+from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.evaluation.perplexity import Evaluation, causal_budget, evaluate
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.model import Block, dials_of_periods, merge, structure
@@ -28,7 +28,7 @@ from aamoe_jax.patterns import mixers_of
 
 Batch = dict[str, Int[np.ndarray, "b L"]]
 Params = dict[str, Any]
-STANDARD: MixerName = "attention"
+STANDARD: str = "attention"
 
 
 def filtered(config: ModelConfig, threshold: float) -> ModelConfig:
@@ -43,7 +43,7 @@ def clustered(config: ModelConfig, count: int, kept: int) -> ModelConfig:
     return _with_attention(dataclasses.replace(config, attention=attention), "clustered_attention")
 
 
-def renamed(params: Params, config: ModelConfig, name: MixerName) -> Params:
+def renamed(params: Params, config: ModelConfig, name: str) -> Params:
     """Parameters of standard attention as those of another mixer that has the same."""
     new, blocks = _names_with(name, config), params["periods"]["blocks"]
     return params | {"periods": {"blocks": {new.get(old, old): block for old, block in blocks.items()}}}
@@ -143,12 +143,12 @@ def _evaluated(
     return evaluate(structure(config), params, config, batches, byte_lengths, budget=causal_budget(config))
 
 
-def _names_with(name: MixerName, config: ModelConfig) -> dict[str, str]:
+def _names_with(name: str, config: ModelConfig) -> dict[str, str]:
     """What blocks of standard attention are called once it is another mixer, by what they are called now."""
     return {f"{at}_{STANDARD}": f"{at}_{name}" for at, (_, mixer) in enumerate(config.mixers) if mixer == STANDARD}
 
 
-def _with_attention(config: ModelConfig, name: MixerName) -> ModelConfig:
+def _with_attention(config: ModelConfig, name: str) -> ModelConfig:
     """Raises ConfigError where there is no standard attention."""
     if not config.layers_of(STANDARD):
         raise ConfigError(

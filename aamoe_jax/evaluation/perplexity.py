@@ -18,11 +18,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax import cost
-from aamoe_jax.aamoe.statistics import combine, over_all_devices
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.evaluation.causality import Causality, default_cuts, probe
 from aamoe_jax.mixers.base import BudgetMode, Statistics
-from aamoe_jax.mixers.statistics import summarize
+from aamoe_jax.mixers.statistics import combine, over_all_devices, summarize
 from aamoe_jax.model import merge
 from aamoe_jax.sharding import RULES
 from aamoe_jax.shards import TOKENS, WHOLE, Shards, sum_over_rows

@@ -20,9 +20,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from aamoe_jax.aamoe.statistics import combine, over_all_devices
 from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.mixers.base import BudgetMode
+from aamoe_jax.mixers.statistics import combine, over_all_devices
 from aamoe_jax.model import merge
 from aamoe_jax.shards import TOKENS, Shards, sum_over_all, vary
 from aamoe_jax.training.auxiliary import Weights, adapted, auxiliary_loss, loss_weights
