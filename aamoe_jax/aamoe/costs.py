@@ -23,13 +23,25 @@ from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.base import Mixer, Statistics
 from aamoe_jax.mixers.convolution import convolution_costs
 from aamoe_jax.mixers.costs import FLOAT, Costs, Number, Setting, projections, rotated, saved_norm, saved_rotation
+from aamoe_jax.mixers.family import Form
 
 PAIRS = ("pairs_local", "pairs_context", "pairs_expert")
 """The statistics that count pairs."""
 
 
 class AAMoECosts(Mixer):
-    """The costs of an AA-MoE layer."""
+    """What an AA-MoE layer costs, and what it is beside other mixers."""
+
+    @staticmethod
+    def form() -> Form:
+        """The instance of the family of mixers."""
+        return Form(
+            "chunks of earlier tokens, and experts",
+            "q . k / sqrt(k) + log P(i, j)",
+            "the best that the budget buys",
+            "softmax over the kept",
+            "x W^V and experts' rows, then W^O",
+        )
 
     @staticmethod
     def costs(at: Setting) -> Costs:

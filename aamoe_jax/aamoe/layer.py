@@ -26,7 +26,6 @@ from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads, split_heads
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.convolution import CausalConvolution
-from aamoe_jax.mixers.family import Form
 from aamoe_jax.registry import register
 
 
@@ -59,17 +58,6 @@ class AAMoELayer(PagedDecoding, AAMoECosts):
             self.null_logit = nnx.Param(jnp.zeros(config.num_heads), axes=("heads",))
         self.allocator = allocation.allocator(layer)
         self.local = LOCAL[layer.local]
-
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family of mixers."""
-        return Form(
-            "chunks of earlier tokens, and experts",
-            "q . k / sqrt(k) + log P(i, j)",
-            "the best that the budget buys",
-            "softmax over the kept",
-            "x W^V and experts' rows, then W^O",
-        )
 
     def __call__(self, h: Float[Array, "b n d"], context: Context) -> tuple[Float[Array, "b n d"], Statistics]:
         """The layer's output, 0 for tokens without budget (AA-26), and its statistics."""
