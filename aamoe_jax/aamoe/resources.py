@@ -73,8 +73,15 @@ def available_chunks(
 
 
 def chunks_of_rows(config: AAMoEConfig, context: Context) -> Bool[Array, "b s l"]:
-    """Which chunks the tokens that attend together may choose: without routed context none."""
-    m, index = config.chunk_size, jnp.arange(context.segment_ids.shape[1])
+    """Which chunks the tokens that attend together may choose: without routed context none.
+
+    Raises:
+      ValueError: rows are not whole chunks.
+    """
+    m, length = config.chunk_size, context.segment_ids.shape[1]
+    if length % m:
+        raise ValueError(f"rows of {length} tokens are not whole chunks of {m}: pad h and the context (`whole_chunks`)")
+    index = jnp.arange(length)
     index, segment = (
         context.rows_to_attending(x) for x in (jnp.broadcast_to(index, context.segment_ids.shape), context.segment_ids)
     )

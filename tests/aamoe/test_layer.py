@@ -131,6 +131,12 @@ def test_unbounded_budget_without_bias_is_all_attention(local):
     np.testing.assert_allclose(apply(layer, h, context)[0], layer.output(merge_heads(dense)), atol=1e-5)
 
 
+def test_rows_that_are_not_whole_chunks_are_refused():
+    layer = layer_of(model_config())
+    with pytest.raises(ValueError, match=r"rows of 19 tokens are not whole chunks of 8: pad h and the context"):
+        layer(inputs(1, 19), context_of(layer.config, 1, 19))
+
+
 @pytest.mark.parametrize("router", ["learned", "pooled"])
 def test_without_experts_and_bounds_it_is_causal_attention(router):
     local = "window" if router == "pooled" else "routed"
