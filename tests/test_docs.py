@@ -327,6 +327,31 @@ class TestCompleteness:
         assert len(PAGES["README.md"].split()) <= 1800
 
 
+class TestVersions:
+    """What is written in several places is the same in all of them."""
+
+    def test_of_ruff(self):
+        (pinned,) = re.findall(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+        config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+        assert [repository["rev"] for repository in config["repos"]] == [f"v{pinned}"]
+
+    def test_of_this_project(self):
+        (version,) = re.findall(r"^version = (.+)$", (ROOT / "setup.cfg").read_text(), flags=re.MULTILINE)
+        assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+        assert f"\n## [{version}]" in PAGES["CHANGELOG.md"]
+        assert f"Version {version}" in PAGES["README.md"]
+
+    def test_of_the_documentation_tools(self):
+        pins = (ROOT / "constraints.txt").read_text()
+        assert all(f"\n{name}==" in pins for name in ("mkdocs", "mkdocs-material", "mkdocstrings"))
+
+    def test_continuous_integration_runs_commands_that_exist(self):
+        workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+        steps = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        assert {"test", "train"} <= {step.split()[-1] for step in steps} <= set(targets)
+
+
 def defined(tree: ast.Module) -> Iterator[str]:
     """Functions, classes and their methods, as `name` and `Class.method`."""
     for node in tree.body:
