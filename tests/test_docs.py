@@ -251,12 +251,26 @@ def written_files(text: str) -> dict[str, str]:
     return dict(re.findall(r"cat > (\S+) <<'END'\n(.*?)^END$", blocks, flags=re.MULTILINE | re.DOTALL))
 
 
+def write_files(text: str, folder: Path) -> None:
+    """Writes the files of `written_files` into a folder."""
+    for name, content in written_files(text).items():
+        (folder / name).write_text(content, encoding="utf-8")
+
+
+def values_of(words: list[str]) -> dict[str, list[str]]:
+    """The values of the flags of a command, by flag."""
+    found: dict[str, list[str]] = {}
+    for word in words:
+        name, _, value = word.removeprefix("--").partition("=")
+        found.setdefault(name, []).append(value)
+    return found
+
+
 def experiments_of(text: str) -> list[tuple[list[str], list[str]]]:
     """(gin files, gin params) of every command and every gin block of a page; blocks are params, line by line."""
     found = []
     for _, words in commands(text):
-        files = [word.partition("=")[2] for word in words if word.startswith("--gin_file=")]
-        params = [word.partition("=")[2] for word in words if word.startswith("--gin_param=")]
+        files, params = (values_of(words).get(name, []) for name in ("gin_file", "gin_param"))
         if not any(name.isupper() for name in files):  # a placeholder
             found.append((files, params))
     for language, block in FENCE.findall(text):
@@ -268,13 +282,26 @@ def experiments_of(text: str) -> list[tuple[list[str], list[str]]]:
 class TestConfigs:
     @pytest.mark.parametrize("page", PAGES)
     def test_what_commands_and_gin_blocks_bind_loads(self, page, tmp_path, monkeypatch):
-        files = written_files(PAGES[page])
-        for name, text in files.items():
-            (tmp_path / name).write_text(text, encoding="utf-8")
+        write_files(PAGES[page], tmp_path)
         monkeypatch.chdir(tmp_path)
         for gin_files, gin_params in experiments_of(PAGES[page]):
             # `chunk_size = 8` binds a macro of the shipped configs.
             load_experiment(gin_files or ["aamoe.gin"], gin_params)
+
+    @pytest.mark.parametrize("page", ["README.md", "docs/data.md"])
+    def test_own_text_is_prepared_for_the_config_that_reads_it(self, page, tmp_path, monkeypatch):
+        write_files(PAGES[page], tmp_path)
+        monkeypatch.chdir(tmp_path)
+        aligned = {
+            given["name"][0]: int(given["document_align"][0])
+            for module, words in commands(PAGES[page])
+            if module == "launch.prepare" and "document_align" in (given := values_of(words))
+        }
+        readers = [values_of(words) for module, words in commands(PAGES[page]) if module == "launch.train"]
+        data = [load_experiment(given.get("gin_file", []), given.get("gin_param", [])).data for given in readers]
+        read = {name: each.document_align for each in data for name, _ in each.mixture if name in aligned}
+        assert aligned
+        assert read == aligned
 
     def test_a_wrong_binding_is_seen(self):
         (found,) = experiments_of("```gin\nModelConfig.d_modle = 3\n```")
