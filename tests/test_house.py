@@ -229,49 +229,6 @@ def machine_paths(sources: Sources) -> list[str]:
     ]
 
 
-def tree_entries(readme: str) -> list[str]:
-    """The paths in the tree of a README: the fenced block in which a line begins with `aamoe_jax/`.
-
-    One entry per line: its depth is the column of its name (box-drawing characters count as blanks), folders end in
-    `/`, the rest of the line says what it is. A line whose first character is `#` is a remark.
-    """
-    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    block = next((block for block in blocks if re.search(r"^[\s│├└─]*aamoe_jax/(\s|$)", block, re.MULTILINE)), "")
-    entries, parents = [], []
-    for line in block.splitlines():
-        bare = re.sub("[│├└─]", " ", line)
-        if not bare.strip() or bare.strip()[0] == "#":
-            continue
-        column = len(bare) - len(bare.lstrip())
-        name = bare.split()[0]
-        parents = [(start, parent) for start, parent in parents if start < column]
-        entries.append("".join(parent for _, parent in parents) + name)
-        if name.endswith("/") and name != "./":
-            parents.append((column, name))
-    return [entry for entry in entries if entry not in (".", "./")]
-
-
-def misleading_tree(readme: str, files: set[str]) -> list[str]:
-    """Entries of the README's tree that do not exist, and modules of the packages that it does not name."""
-    entries = tree_entries(readme)
-    if not entries:
-        return ["README.md: has no tree: a fenced block with a line that begins with aamoe_jax/"]
-    folders = {f"{parent.as_posix()}/" for file in files for parent in Path(file).parents}
-    known = [
-        entry
-        for entry in entries
-        if entry in files | folders or ("*" in entry and any(Path(file).match(entry) for file in files))
-    ]
-    modules = {
-        file
-        for file in files
-        if file.endswith(".py") and file.split("/")[0] in PACKAGES and not file.endswith("__init__.py")
-    }
-    return [f"README.md: {entry} does not exist" for entry in entries if entry not in known] + [
-        f"README.md: the tree does not name {module}" for module in sorted(modules - set(known))
-    ]
-
-
 # The house as it stands.
 
 
@@ -409,44 +366,3 @@ class TestNothingHidden:
             if b"\0" not in data:
                 sources[name] = data.decode("utf-8")
         assert_none(machine_paths(sources))
-
-
-class TestReadme:
-    README = """
-```
-.
-├── aamoe_jax/        the library
-│   ├── config.py     the schema
-│   └── aamoe/
-│       └── layer.py  the mixer
-└── experiments/
-    └── configs/*.gin what is shipped
-```
-"""
-    FILES = frozenset(
-        {"aamoe_jax/config.py", "aamoe_jax/aamoe/layer.py", "aamoe_jax/__init__.py", "experiments/configs/a.gin"}
-    )
-
-    def test_a_tree_is_understood_in_boxes_and_in_blanks(self):
-        blanks = (
-            "```\naamoe_jax/  the library\n  config.py  the schema\n  aamoe/\n    layer.py\n# a remark\nMakefile\n```\n"
-        )
-        assert tree_entries(blanks) == [
-            "aamoe_jax/",
-            "aamoe_jax/config.py",
-            "aamoe_jax/aamoe/",
-            "aamoe_jax/aamoe/layer.py",
-            "Makefile",
-        ]
-        assert not misleading_tree(self.README, set(self.FILES))
-
-    def test_a_misleading_tree_is_seen(self):
-        assert misleading_tree(self.README, set(self.FILES) - {"aamoe_jax/config.py"})
-        assert misleading_tree(self.README, self.FILES | {"launch/train.py"})
-        assert misleading_tree(self.README, set(self.FILES) - {"experiments/configs/a.gin"})
-        assert misleading_tree("# A title\n```\nmake\n```\n", set(self.FILES))
-
-    def test_the_tree_of_the_readme_is_the_tree(self):
-        if not (ROOT / "README.md").exists():
-            pytest.skip("there is no README.md yet")
-        assert_none(misleading_tree((ROOT / "README.md").read_text(encoding="utf-8"), set(tracked_files())))
