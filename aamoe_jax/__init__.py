@@ -9,17 +9,25 @@ from aamoe_jax.config import (
     ConfigError,
     DataConfig,
     ExperimentConfig,
+    MeshConfig,
     ModelConfig,
     MoEConfig,
     OptimizerConfig,
     TrainingConfig,
 )
+from aamoe_jax.evaluation.evaluate import evaluate
+from aamoe_jax.evaluation.perplexity import Evaluation
 from aamoe_jax.generation.decoder import Decoder
-from aamoe_jax.generation.generate import generate, stream
+from aamoe_jax.generation.generate import generate
 from aamoe_jax.generation.sampling import Sampling
+from aamoe_jax.generation.stream import stream
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.model import LanguageModel, merge, split, structure
+from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
+from aamoe_jax.training.loop import train
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AAMoEConfig",
@@ -27,21 +35,28 @@ __all__ = [
     "Allocation",
     "AttentionConfig",
     "BudgetConfig",
+    "Checkpoint",
     "ConfigError",
     "Context",
     "DataConfig",
     "Decoder",
+    "Evaluation",
     "ExperimentConfig",
     "LanguageModel",
+    "MeshConfig",
     "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
     "Sampling",
     "TrainingConfig",
+    "__version__",
+    "evaluate",
     "generate",
+    "load_checkpoint",
     "merge",
     "split",
     "stream",
     "structure",
     "summarize",
+    "train",
 ]
