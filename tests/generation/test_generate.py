@@ -2,7 +2,7 @@
 
 import pytest
 
-from aamoe_jax import Checkpoint, ConfigError, DataConfig, ExperimentConfig, Sampling, generate
+from aamoe_jax import Checkpoint, ConfigError, DataConfig, ExperimentConfig, generate
 from aamoe_jax.generation.generate import Continuation, stream_text
 from tests.aamoe.helpers import M, model_config
 from tests.evaluation.helpers import random_params
