@@ -10,7 +10,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # Big buffers on huge pages: XLA takes fresh ones every step, and their first touch is dear page by page.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: train test test-aot lint clean
+.PHONY: train test test-aot test-wheel lint clean
 
 train: .venv/installed
 	$(BIN)/python -m launch.train --gin_file=quickstart.gin --run_dir=$(RUN)
@@ -23,6 +23,10 @@ test: .venv/installed lint
 
 test-aot: .venv-aot/installed
 	.venv-aot/bin/python -m pytest -n 2 --dist=worksteal tests/*/test_aot*.py
+
+# From any Python, without the versions of constraints.txt: make test-wheel PYTHON=python3.13
+test-wheel:
+	PYTHON=$(PYTHON) .ci/wheel
 
 lint: .venv/installed
 	$(BIN)/ruff check .
