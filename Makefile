@@ -11,7 +11,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # Big buffers on huge pages: XLA takes fresh ones every step, and their first touch is dear page by page.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: train test test-aot docs lint clean
+.PHONY: train test test-aot test-wheel docs lint clean
 
 train: .venv/installed
 	$(BIN)/python -m launch.train --gin_file=quickstart.gin --run_dir=$(RUN)
@@ -27,6 +27,10 @@ test-aot: .venv-aot/installed
 
 docs: .venv-docs/installed
 	.venv-docs/bin/python -m mkdocs build  # strict: a broken link is an error
+
+# From any Python, without the versions of constraints.txt: make test-wheel PYTHON=python3.13
+test-wheel:
+	PYTHON=$(PYTHON) .ci/wheel
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -10,20 +10,28 @@ from aamoe_jax.config import (
     ConfigError,
     DataConfig,
     ExperimentConfig,
+    MeshConfig,
     ModelConfig,
     MoEConfig,
     OptimizerConfig,
     TrainingConfig,
 )
+from aamoe_jax.evaluation.evaluate import evaluate
+from aamoe_jax.evaluation.perplexity import Evaluation
 from aamoe_jax.extensions import import_mixers
 from aamoe_jax.generation.decoder import Decoder
-from aamoe_jax.generation.generate import generate, stream
+from aamoe_jax.generation.generate import generate
 from aamoe_jax.generation.sampling import Sampling
+from aamoe_jax.generation.stream import stream
 from aamoe_jax.mixers.base import Context, Mixer
 from aamoe_jax.mixers.costs import Costs, Setting
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.model import LanguageModel, merge, split, structure
 from aamoe_jax.registry import register
+from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
+from aamoe_jax.training.loop import train
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AAMoEConfig",
@@ -31,13 +39,16 @@ __all__ = [
     "Allocation",
     "AttentionConfig",
     "BudgetConfig",
+    "Checkpoint",
     "ConfigError",
     "Context",
     "Costs",
     "DataConfig",
     "Decoder",
+    "Evaluation",
     "ExperimentConfig",
     "LanguageModel",
+    "MeshConfig",
     "Mixer",
     "MoEConfig",
     "ModelConfig",
@@ -45,13 +56,17 @@ __all__ = [
     "Sampling",
     "Setting",
     "TrainingConfig",
+    "__version__",
     "check_mixer",
+    "evaluate",
     "generate",
     "import_mixers",
+    "load_checkpoint",
     "merge",
     "register",
     "split",
     "stream",
     "structure",
     "summarize",
+    "train",
 ]

@@ -89,7 +89,7 @@ def _kind(field: str) -> type[int] | type[float]:
     """Of the numbers that the field takes."""
     fields = bindable_fields()
     if field not in fields:
-        raise ConfigError(f"no field is called {field!r}; `python -m launch.config show` lists all")
+        raise ConfigError(f"no field is called {field!r}; `aamoe config show` lists all")
     hints = {fields[field].hint, *get_args(fields[field].hint)}
     if not hints & {int, float}:
         raise ConfigError(f"{field} is no number: nothing can be found along it")

@@ -1,6 +1,6 @@
-"""What the sources claim, as comparisons: a few stacks trained alike, and which is said to be better.
+"""Trains variants of a model alike, and tests what the papers claim about them.
 
-    python -m experiments.studies --study=hybrids --gin_file=quickstart.gin --steps=600 --seeds=0,1 \
+    aamoe studies --study=hybrids --gin_file=quickstart.gin --steps=600 --seeds=0,1 \
         --output=experiments/results/hybrids
 
 Every variant of a study trains for the same steps on the same data, once per seed, and is evaluated on held-out text

@@ -1,6 +1,6 @@
-"""Asks a checkpoint questions with given answers, and says how often the right one is the likeliest.
+"""Evaluates a checkpoint on multiple-choice questions.
 
-    python -m launch.choose --checkpoint=runs/quickstart --items=questions.jsonl
+    aamoe choose --checkpoint=runs/quickstart --items=questions.jsonl
 
 Every line of the file is {"context": "...", "choices": [" one", " other"], "answer": 0}; the sets by which attention is
 judged (ARC, BoolQ, COPA, HellaSwag, PIQA, RTE, SciQ) are easily brought into that form. Budgets are causal.

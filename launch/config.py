@@ -1,11 +1,11 @@
-"""Explains, resolves and compares configs, without running anything.
+"""Shows, resolves and compares configs.
 
-  python -m launch.config show                            every field: type, default, meaning
-  python -m launch.config show BudgetConfig d_model       the fields of one room, or those of a name
-  python -m launch.config resolve --gin_file=aamoe.gin --gin_param='BudgetConfig.beta = 8.0'
+  aamoe config show                            every field: type, default, meaning
+  aamoe config show BudgetConfig d_model       the fields of one room, or those of a name
+  aamoe config resolve --gin_file=aamoe.gin --gin_param='BudgetConfig.beta = 8.0'
                                                           the complete config, as gin text that loads again
-  python -m launch.config diff dense.gin aamoe.gin        the fields in which two configs differ
-  python -m launch.config diff aamoe.gin                  ... and in which one differs from the defaults
+  aamoe config diff dense.gin aamoe.gin        the fields in which two configs differ
+  aamoe config diff aamoe.gin                  ... and in which one differs from the defaults
 
 --gin_param of diff applies to both sides. Bare names such as aamoe.gin are those of experiments/configs.
 """

@@ -1,8 +1,8 @@
-"""Reads a trained model as networks of neurons, or measures what it loses with fewer of them.
+"""Analyzes layers as networks of neurons, and measures the loss with fewer of them.
 
-    python -m launch.neurons --checkpoint=runs/dense                            # networks, ranks, longest messages
-    python -m launch.neurons --checkpoint=runs/dense --thresholds=0,0.5,1       # heads without short messages
-    python -m launch.neurons --checkpoint=runs/dense --clusters=16 --clusters_kept=1,4,16   # heads routed to clusters
+    aamoe neurons --checkpoint=runs/dense                            # networks, ranks, longest messages
+    aamoe neurons --checkpoint=runs/dense --thresholds=0,0.5,1       # heads without short messages
+    aamoe neurons --checkpoint=runs/dense --clusters=16 --clusters_kept=1,4,16   # heads routed to clusters
 
 Prints tables, and writes neurons.json into the run folder unless --output says otherwise.
 """

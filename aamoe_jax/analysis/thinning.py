@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from aamoe_jax.analysis import clusters
 from aamoe_jax.config import ConfigError, ModelConfig
-from aamoe_jax.evaluation.perplexity import Evaluation, causal_budget, evaluate
+from aamoe_jax.evaluation.perplexity import Evaluation, Evaluator, causal_budget
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.model import Block, dials_of_periods, merge, structure
 from aamoe_jax.patterns import mixers_of
@@ -140,7 +140,7 @@ def _record(found: Evaluation, whole: Evaluation, share: str) -> dict[str, float
 def _evaluated(
     params: Params, config: ModelConfig, batches: Sequence[Batch], byte_lengths: Int[np.ndarray, "V"]
 ) -> Evaluation:
-    return evaluate(structure(config), params, config, batches, byte_lengths, budget=causal_budget(config))
+    return Evaluator(structure(config), config, budget=causal_budget(config))(params, batches, byte_lengths)
 
 
 def _names_with(name: str, config: ModelConfig) -> dict[str, str]:

@@ -250,25 +250,6 @@ class Evaluator:
         return np.asarray(budget_scale, np.float32)
 
 
-def evaluate(
-    graphdef: nnx.GraphDef,
-    params: dict[str, Any],
-    config: ModelConfig,
-    batches: Sequence[Batch],
-    byte_lengths: Int[np.ndarray, "V"],
-    *,
-    budget: BudgetMode,
-    budget_scale: float = 1.0,
-) -> Evaluation:
-    """`Evaluator` for one call.
-
-    Raises:
-      ConfigError: when no target counts, or the dial is not a positive number.
-    """
-    evaluator = Evaluator(graphdef, config, budget=budget, max_budget_scale=max(1.0, budget_scale))
-    return evaluator(params, batches, byte_lengths, budget_scale=budget_scale)
-
-
 def _forward(
     graphdef: nnx.GraphDef,
     params: dict[str, Any],
