@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from aamoe_jax.mixers.registry import MIXERS
 
 import aamoe_jax
 from aamoe_jax.config import ConfigError
+from aamoe_jax.registry import MIXERS
 from experiments.binding import CONFIGS, bindable_fields, load_experiment
 from launch.cluster.exits import TABLE
 from launch.cluster.job import Job
