@@ -125,7 +125,7 @@ def test_a_mixer_that_forgets_the_mesh_is_refused(tmp_path):
     (tmp_path / "local.py").write_text(source.replace("context.shards.part(mean, TOKENS)", "mean"))
     import_mixers(str(tmp_path / "local.py"))
     with pytest.raises(
-        MixerError, match=r"local_average computes something else on MeshConfig\.resource = 2: .*gather"
+        MixerError, match=r"local_average computes something else on MeshConfig\.resource = 2"
     ):
         check_mixer("local_average")
 
