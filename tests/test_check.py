@@ -124,9 +124,7 @@ def test_a_mixer_that_forgets_the_mesh_is_refused(tmp_path):
     source = source.replace("self.seen(context)", "self.seen(context)[:, : h.shape[1], : h.shape[1]]")
     (tmp_path / "local.py").write_text(source.replace("context.shards.part(mean, TOKENS)", "mean"))
     import_mixers(str(tmp_path / "local.py"))
-    with pytest.raises(
-        MixerError, match=r"local_average computes something else on MeshConfig\.resource = 2"
-    ):
+    with pytest.raises(MixerError, match=r"local_average computes something else on MeshConfig\.resource = 2"):
         check_mixer("local_average")
 
 

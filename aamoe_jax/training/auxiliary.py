@@ -26,7 +26,7 @@ FIRST_WEIGHT = 1e-8
 FACTOR = 1.2
 """alpha: by which the weight of the sparsity loss changes every step."""
 
-Weights = dict[str, Float[Array | np.ndarray, "n"] | float]
+Weights = dict[str, Float[Array | np.ndarray, "..."] | float]
 
 
 def loss_weights(config: ModelConfig, sparsity_weight: Float[Array | np.ndarray, "n"]) -> Weights:
