@@ -245,15 +245,6 @@ class TestCommands:
         assert {"train", "test", "docs"} <= named <= targets
 
 
-@pytest.fixture(autouse=True)
-def registry():
-    """Mixers that a command of a page imports are gone after the test: others count them."""
-    names = set(MIXERS)
-    yield
-    for name in set(MIXERS) - names:
-        del MIXERS[name]
-
-
 # Configs.
 
 

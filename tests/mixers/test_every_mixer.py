@@ -64,7 +64,9 @@ def case(name: str, config: ModelConfig):
 
 
 def test_every_mixer_has_a_definition():
-    assert set(ORACLES) == set(MIXERS) - {"aamoe"}  # whose definition is tests/aamoe, piece by piece
+    # Another test of this process may have imported a mixer from outside.
+    shipped = {name for name, entry in MIXERS.items() if entry.cls.__module__.startswith("aamoe_jax.")}
+    assert set(ORACLES) == shipped - {"aamoe"}  # whose definition is tests/aamoe, piece by piece
 
 
 def float64(tree):
