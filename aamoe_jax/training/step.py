@@ -56,12 +56,13 @@ def make_train_step(
         gradients_and_metrics, graphdef, accumulate=config.training.accumulate, shards=placement.shards
     )
     divided = over_mesh(compute, placement, (placement.params, PartitionSpec()), PartitionSpec())
+    count_bytes = target_bytes(byte_lengths, placement)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         gradients, metrics = divided(state.params, batch, loss_weights(config.model, state.sparsity_weight))
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         metrics |= {
-            "bytes": target_bytes(batch, byte_lengths),
+            "bytes": count_bytes(batch),
             "grad_norm": gradient_norm(gradients),
             "learning_rate": learning_rate(config.optimizer, config.training.steps, updates_made(state.optimizer)),
             "sparsity_weight": state.sparsity_weight,
@@ -87,10 +88,10 @@ def make_eval_step(
         count = sum_over_all(shards.part(batch["loss_mask"], TOKENS).sum())
         return {"nll": sum_over_all(nll), "count": count, "statistics": over_all_devices(statistics)}
 
-    divided = over_mesh(sums, placement, PartitionSpec())
+    divided, count_bytes = over_mesh(sums, placement, PartitionSpec()), target_bytes(byte_lengths, placement)
 
     def eval_step(params: dict[str, Any], batch: Batch) -> Metrics:
-        return divided(params, batch) | {"bytes": target_bytes(batch, byte_lengths)}
+        return divided(params, batch) | {"bytes": count_bytes(batch)}
 
     return eval_step
 
@@ -152,9 +153,14 @@ def negative_log_likelihood(
     return jnp.sum(nll * counts), statistics
 
 
-def target_bytes(batch: Batch, byte_lengths: Int[np.ndarray, "V"]) -> Int[Array, ""]:
-    """Bytes of text that the targets that count stand for."""
-    return (jnp.asarray(byte_lengths)[batch["targets"]] * batch["loss_mask"]).sum()
+def target_bytes(byte_lengths: Int[np.ndarray, "V"], placement: Placement) -> Callable[[Batch], Int[Array, ""]]:
+    """batch -> bytes of text that the targets that count stand for."""
+
+    def count(batch: Batch) -> Int[Array, ""]:
+        lengths = jnp.asarray(byte_lengths)[batch["targets"]] * batch["loss_mask"]
+        return sum_over_all(placement.shards.part(lengths, TOKENS).sum())
+
+    return jax.shard_map(count, mesh=placement.mesh, in_specs=placement.batch.spec, out_specs=PartitionSpec())
 
 
 def micro_batches(batch: Batch, accumulate: int) -> dict[str, Int[Array, "n rows L"]]:
