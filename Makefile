@@ -1,5 +1,6 @@
 # Two commands: `make train` and `make test`. Both install into .venv first, from setup.cfg and constraints.txt alone.
 # `make test-aot` compiles the kernels for absent TPUs and GPUs, with their own compilers, in an environment of its own.
+# `make docs` builds the documentation site into site/, in an environment of its own too.
 
 PYTHON ?= python3
 RUN ?= runs/quickstart
@@ -10,7 +11,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # Big buffers on huge pages: XLA takes fresh ones every step, and their first touch is dear page by page.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: train test test-aot lint clean
+.PHONY: train test test-aot test-wheel docs lint clean
 
 train: .venv/installed
 	$(BIN)/python -m launch.train --gin_file=quickstart.gin --run_dir=$(RUN)
@@ -23,6 +24,13 @@ test: .venv/installed lint
 
 test-aot: .venv-aot/installed
 	.venv-aot/bin/python -m pytest -n 2 --dist=worksteal tests/*/test_aot*.py
+
+docs: .venv-docs/installed
+	.venv-docs/bin/python -m mkdocs build  # strict: a broken link is an error
+
+# From any Python, without the versions of constraints.txt: make test-wheel PYTHON=python3.13
+test-wheel:
+	PYTHON=$(PYTHON) .ci/wheel
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -42,5 +50,10 @@ lint: .venv/installed
 	.venv-aot/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[aot,dev]'
 	@touch $@
 
+.venv-docs/installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-aot build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot .venv-docs site build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from aamoe_jax.aamoe.allocation import Allocation
 from aamoe_jax.aamoe.layer import AAMoELayer
+from aamoe_jax.check import check_mixer
 from aamoe_jax.config import (
     AAMoEConfig,
     AttentionConfig,
@@ -9,17 +10,28 @@ from aamoe_jax.config import (
     ConfigError,
     DataConfig,
     ExperimentConfig,
+    MeshConfig,
     ModelConfig,
     MoEConfig,
     OptimizerConfig,
     TrainingConfig,
 )
+from aamoe_jax.evaluation.evaluate import evaluate
+from aamoe_jax.evaluation.perplexity import Evaluation
+from aamoe_jax.extensions import import_mixers
 from aamoe_jax.generation.decoder import Decoder
-from aamoe_jax.generation.generate import generate, stream
+from aamoe_jax.generation.generate import generate
 from aamoe_jax.generation.sampling import Sampling
-from aamoe_jax.mixers.base import Context
+from aamoe_jax.generation.stream import stream
+from aamoe_jax.mixers.base import Context, Mixer
+from aamoe_jax.mixers.costs import Costs, Setting
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.model import LanguageModel, merge, split, structure
+from aamoe_jax.registry import register
+from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
+from aamoe_jax.training.loop import train
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AAMoEConfig",
@@ -27,21 +39,34 @@ __all__ = [
     "Allocation",
     "AttentionConfig",
     "BudgetConfig",
+    "Checkpoint",
     "ConfigError",
     "Context",
+    "Costs",
     "DataConfig",
     "Decoder",
+    "Evaluation",
     "ExperimentConfig",
     "LanguageModel",
+    "MeshConfig",
+    "Mixer",
     "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
     "Sampling",
+    "Setting",
     "TrainingConfig",
+    "__version__",
+    "check_mixer",
+    "evaluate",
     "generate",
+    "import_mixers",
+    "load_checkpoint",
     "merge",
+    "register",
     "split",
     "stream",
     "structure",
     "summarize",
+    "train",
 ]

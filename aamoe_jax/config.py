@@ -9,44 +9,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from aamoe_jax import patterns
+from aamoe_jax.registry import MIXERS, own_configs, unknown_mixer
 
 BudgetNormalizer = Literal["row", "prefix"]
 Importance = Literal["learned", "bounded", "uniform"]
 Local = Literal["window", "chunk", "routed", "none"]
 Router = Literal["learned", "learned_nope", "pooled"]
-MixerName = Literal[
-    "aamoe",
-    "mixture_of_depths",
-    "parallel",
-    "all_attention",
-    "attention",
-    "local_attention",
-    "strided_attention",
-    "sink_attention",
-    "sqrt_attention",
-    "gated_attention",
-    "filtered_attention",
-    "clustered_attention",
-    "mlp",
-    "approximate",
-    "non_approximate",
-    "random_qk",
-    "fixed_qk",
-    "static_qk",
-    "feed_forward",
-    "swiglu",
-    "moe",
-    "switch",
-    "relu_moe",
-]
 Selector = Literal["all", "window", "strided", "sinks"]
 Remat = Literal["none", "dots", "full"]
 Kernel = Literal[
     "reference", "xla", "pallas_tpu", "pallas_tpu_resident", "pallas_tpu_gathered", "pallas_tpu_dense", "pallas_gpu"
 ]
+
+
+Own = TypeVar("Own")
 
 
 class ConfigError(ValueError):
@@ -280,6 +259,9 @@ class ModelConfig:
     aamoe: AAMoEConfig = dataclasses.field(default_factory=AAMoEConfig)
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
     moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
+    own: tuple[Any, ...] = ()
+    """The configs of mixers that were registered with one, for those in the pattern, by the name of their class. Those
+    that are not given are at their defaults."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "vocab_size", "d_model", "num_heads", "num_layers", "rope_base")
@@ -315,11 +297,19 @@ class ModelConfig:
         for layer in pattern:
             names = patterns.mixers_of(layer)
             for name in names:
-                if name not in get_args(MixerName):
-                    _refuse(self, "pattern", f"{name!r} is no mixer; there are {', '.join(get_args(MixerName))}")
+                if name not in MIXERS:
+                    _refuse(self, "pattern", unknown_mixer(name))
                 if names.count(name) > 1:
                     _refuse(self, "pattern", f"layer {layer!r} has {name!r} twice")
         object.__setattr__(self, "pattern", pattern)
+        given = {type(config): config for config in self.own}
+        wanted = {MIXERS[name].config for _, name in self.mixers} - {None}
+        own = [given.get(cls) or cls() for cls in sorted(wanted, key=lambda cls: cls.__name__)]
+        object.__setattr__(self, "own", tuple(own))
+
+    def of(self, cls: type[Own]) -> Own:
+        """The config of this class, which a mixer of the pattern was registered with."""
+        return next(config for config in self.own if type(config) is cls)
 
     @property
     def head_dim(self) -> int:
@@ -335,11 +325,11 @@ class ModelConfig:
         return self.num_layers // len(self.pattern)
 
     @property
-    def mixers(self) -> tuple[tuple[int, MixerName], ...]:
+    def mixers(self) -> tuple[tuple[int, str], ...]:
         """The mixers of one period in order, each with the layer of the period that it is in."""
         return tuple((at, name) for at, layer in enumerate(self.pattern) for name in patterns.mixers_of(layer))
 
-    def layers_of(self, name: MixerName) -> tuple[int, ...]:
+    def layers_of(self, name: str) -> tuple[int, ...]:
         """The layers of the stack that have a mixer of this name."""
         stack = self.pattern * self.periods
         return tuple(at for at, layer in enumerate(stack) if name in patterns.mixers_of(layer))
@@ -516,8 +506,17 @@ class ExperimentConfig:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A JSON-ready nested dict of a config."""
-    return dataclasses.asdict(config)
+    """A JSON-ready nested dict of a config. Configs that mixers were registered with are under their names."""
+    values = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            values[field.name] = to_dict(value)
+        elif field.name != "own":
+            values[field.name] = value
+        elif value:  # configs without them read as they did before there were any
+            values[field.name] = {type(own).__name__: to_dict(own) for own in value}
+    return values
 
 
 def from_dict(cls: type, values: dict[str, Any]) -> Any:
@@ -536,7 +535,12 @@ def from_dict(cls: type, values: dict[str, Any]) -> Any:
             return from_dict(hint, value)
         return _tuples(value)
 
-    return cls(**{name: revive(hints[name], value) for name, value in values.items()})
+    own = own_configs()
+    arguments = {name: revive(hints[name], value) for name, value in values.items() if name != "own"}
+    found = {name: fields for name, fields in values.get("own", {}).items() if name in own}
+    if found:
+        arguments["own"] = tuple(from_dict(own[name], fields) for name, fields in found.items())
+    return cls(**arguments)
 
 
 def _tuples(value: Any) -> Any:

@@ -40,7 +40,9 @@ class Projection(nnx.Module):
     `axes` names the two dimensions of W for `sharding.RULES`.
     """
 
-    def __init__(self, width_in: int, width_out: int, *, axes: tuple[str, str], rngs: nnx.Rngs, gain: float = 1.0):
+    def __init__(
+        self, width_in: int, width_out: int, *, axes: tuple[str | None, ...], rngs: nnx.Rngs, gain: float = 1.0
+    ):
         scale = gain * width_in**-0.5
         self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (width_in, width_out)), axes=axes)
 

@@ -15,15 +15,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from aamoe_jax.config import MixerName, ModelConfig
+from aamoe_jax.aamoe.resources import whole_chunks
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Norm
 from aamoe_jax.mixers.base import NO_STREAMS, BudgetMode, Cache, Context, Detail, FixedStreams, Statistics
-from aamoe_jax.mixers.fixed_maps import FIXED_STARTS
-from aamoe_jax.mixers.registry import build_mixer
+from aamoe_jax.mixers.build import build_mixer
+from aamoe_jax.registry import MIXERS
 from aamoe_jax.shards import TENSOR, TOKENS, WHOLE, Shards
 from pallas_kernels.varying import equally_varying
 
-Skipped = int | MixerName
+Skipped = int | str
 """A layer, counted from 0, or a mixer wherever it stands."""
 
 REMAT_POLICIES = {
@@ -50,9 +51,8 @@ class Block(nnx.Module):
 
     def prefill(self, x: Float[Array, "b L d"], context: Context, cache: Cache) -> tuple[Float[Array, "b L d"], Cache]:
         """The block over a prompt, and the cache after it."""
-        h, context = self.norm(x), self._normed(context)
-        # What both compute alike, the compiler computes once.
-        return x + context.gate * self.mixer(h, context)[0], self.mixer.fill(h, context, cache)
+        output, cache = self.mixer.prefill(self.norm(x), self._normed(context), cache)
+        return x + context.gate * output, cache
 
     def decode(self, x: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
         """The block over one more token in every row."""
@@ -133,9 +133,19 @@ def stacked_periods(config: ModelConfig, *, rngs: nnx.Rngs) -> Period:
     return nnx.merge(graphdef, params)
 
 
-def dials_of_periods(config: ModelConfig, skipped: frozenset[Skipped] = frozenset()) -> Dials:
-    """The budget of every block of every period, that of its layer; and a gate of 0 for blocks that are skipped."""
-    of_layers = jnp.asarray(config.betas, jnp.float32).reshape(config.periods, -1)
+def dials_of_periods(
+    config: ModelConfig,
+    skipped: frozenset[Skipped] = frozenset(),
+    scale: Float[Array, ""] | float = 1.0,
+    max_scale: float = 1.0,
+) -> Dials:
+    """The budget of every block of every period, that of its layer; and a gate of 0 for blocks that are skipped.
+
+    Args:
+      scale: multiplies every budget (AA-35), as far as `max_scale` times the largest, which bounds the work.
+    """
+    of_layers = jnp.minimum(jnp.asarray(config.betas, jnp.float32) * scale, max(config.betas) * max_scale)
+    of_layers = of_layers.reshape(config.periods, -1)
     betas = of_layers[:, np.array([layer for layer, _ in config.mixers])]
     if not skipped:
         return Dials(betas)
@@ -186,9 +196,13 @@ class LanguageModel(nnx.Module):
           max_budget_scale: what the static bounds on work are laid out for.
           shards: inside `jax.shard_map`, the mesh around this call.
         """
+        length = tokens.shape[1]
+        segment_ids = jnp.ones_like(tokens) if segment_ids is None else segment_ids
+        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape) if positions is None else positions
+        tokens, segment_ids, positions = (self.whole_chunks(x) for x in (tokens, segment_ids, positions))
         context = Context(
-            segment_ids=jnp.ones_like(tokens) if segment_ids is None else segment_ids,
-            positions=jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if positions is None else positions,
+            segment_ids=segment_ids,
+            positions=positions,
             budget=self.config.aamoe.budget.normalizer if budget is None else budget,
             beta=0.0,  # every layer puts in its own
             detail=detail,
@@ -197,13 +211,21 @@ class LanguageModel(nnx.Module):
             shards=shards,
         ).with_turns(self.config)
         x = self.embed(shards.part(tokens, TOKENS), shards)
+        reads_embeddings = any(MIXERS[name].embeddings for _, name in self.config.mixers)
         context = dataclasses.replace(
             context,
-            embedded=shards.gather(x, TENSOR) if self.config.layers_of("static_qk") else None,
+            embedded=shards.gather(x, TENSOR) if reads_embeddings else None,
             fixed=self.fixed_streams(tokens.shape[1], shards),
         )
         x, statistics = self._run_periods(x, context)
-        return self.logits(x, shards), statistics
+        if length == tokens.shape[1]:
+            return self.logits(x, shards), statistics
+        return self.logits(x[:, :length], shards), {name: _first(name, x, length) for name, x in statistics.items()}
+
+    def whole_chunks(self, x: Int[Array, "b L"]) -> Int[Array, "b M"]:
+        """Rows as AA-MoE layers take them. Padding has segment 0: no budget, and no chunk that ends in it can be
+        chosen."""
+        return whole_chunks(x, self.config.aamoe.chunk_size) if self.config.layers_of("aamoe") else x
 
     def embed(self, tokens: Int[Array, "*batch"], shards: Shards = WHOLE) -> Float[Array, "*batch d"]:
         """What enters the first block."""
@@ -213,7 +235,7 @@ class LanguageModel(nnx.Module):
     def fixed_streams(self, length: int, shards: Shards = WHOLE) -> FixedStreams:
         """What enters the first block beside the batch: noise or a text, where a mixer makes its map of it."""
         config = self.config
-        starts = {name: start for name, start in FIXED_STARTS.items() if config.layers_of(name)}
+        starts = {name: start for _, name in config.mixers if (start := MIXERS[name].fixed_stream) is not None}
         if not starts:
             return NO_STREAMS
         whole = dataclasses.replace(Context.of_rows(config, 1, length), shards=shards)
@@ -243,9 +265,10 @@ class LanguageModel(nnx.Module):
             return (x, fixed.x), statistics
 
         streams, _ = equally_varying(((x, context.fixed.x), params))  # what goes around a loop keeps its type
+        dials = dials_of_periods(self.config, self.skipped, context.scale, context.max_scale)
         if self.config.remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[self.config.remat])
-        (x, _), collected = jax.lax.scan(body, streams, (params, dials_of_periods(self.config, self.skipped)))
+        (x, _), collected = jax.lax.scan(body, streams, (params, dials))
         return x, _in_layer_order(collected)
 
 
@@ -257,6 +280,13 @@ def _in_layer_order(collected: Sequence[Statistics]) -> Statistics:
         stack = jnp.stack([statistics[name] for statistics in collected if name in statistics], axis=1)
         result[name] = stack.reshape(stack.shape[0] * stack.shape[1], *stack.shape[2:])
     return result
+
+
+def _first(name: str, x: Array, length: int) -> Array:
+    """A statistic without the padding of its rows."""
+    if name in ("spent", "budget", "resource", "mass", "probability"):
+        return x[:, :, :length]
+    return x[:, :, :, :length, :length] if name == "attention_map" else x
 
 
 def structure(config: ModelConfig, skipped: frozenset[Skipped] = frozenset()) -> nnx.GraphDef:

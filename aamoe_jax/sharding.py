@@ -94,6 +94,11 @@ def parameter_specs(config: ModelConfig) -> dict[str, Any]:
     """Where every parameter lies, as a nested dict like the parameters."""
 
     def spec(param: nnx.Param) -> PartitionSpec:
+        if "axes" not in param.get_metadata():
+            raise ConfigError(
+                f"a parameter of shape {param.shape} in {config.pattern} has no axes: write nnx.Param(value, axes=...) "
+                "with None or a name of ShardingRules for every dimension"
+            )
         stacked = param.ndim - len(param.axes)  # the axis over periods, which is never divided
         return RULES.spec(*(None,) * stacked, *param.axes)
 

@@ -13,11 +13,12 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from aamoe_jax import cost
-from aamoe_jax.config import MixerName, ModelConfig
+from aamoe_jax.aamoe.costs import flops_per_pair
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Rotation
 from aamoe_jax.mixers.base import Context, Statistics
-from aamoe_jax.mixers.registry import build_mixer
+from aamoe_jax.mixers.build import build_mixer, costs
+from aamoe_jax.mixers.costs import Setting
 from benchmarks.dense import CANDIDATES, parallel_layer
 
 AAMOE = "aamoe"
@@ -40,7 +41,7 @@ class Case:
     """Standard deviation of w_B . h / sqrt(d) over tokens: 0 is initialisation, where all budgets are equal."""
 
     @property
-    def mixer(self) -> MixerName:
+    def mixer(self) -> str:
         return "aamoe" if self.layer == AAMOE else "parallel"
 
     def step(self) -> Callable[..., tuple[Array, tuple[Any, Array], Statistics]]:
@@ -80,9 +81,9 @@ class Case:
 
     def training_flops(self, statistics: Statistics) -> float:
         """Of one step in closed form: projections, scores and the pairs really spent; backward is twice forward."""
-        per_token = cost.MIXER_FLOPS[self.mixer](self.config, self.length)
+        per_token = costs(self.mixer, Setting(self.config, 1, self.length)).model_flops
         pairs = sum(float(statistics[kind]) for kind in PAIR_KINDS if kind in statistics)
-        return 3.0 * (self.length * per_token + pairs * cost.flops_per_pair(self.config))
+        return 3.0 * (self.length * per_token + pairs * flops_per_pair(self.config))
 
     def build(self) -> nnx.Module:
         """The layer with its parameters."""

@@ -26,6 +26,7 @@ from flax import nnx
 
 from aamoe_jax import cost
 from aamoe_jax.aamoe.cache import Cache
+from aamoe_jax.aamoe.costs import bytes_per_pair
 from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig
 from aamoe_jax.generation.decoder import Decoder, State
 from aamoe_jax.model import LanguageModel, split
@@ -134,7 +135,9 @@ def measure_context(context: int, *, turns: int) -> dict[str, Any]:
     pairs = (runs["aamoe"].spent() - before) / tokens
     row: dict[str, Any] = {"context": context, "pairs_per_token": pairs / FLAGS.layers}
     for name, run in runs.items():
-        touched = cost.decode_bytes(run.decoder.plan.config, context, pairs if name == "aamoe" else 0.0)
+        config = run.decoder.plan.config
+        touched = cost.decode_bytes(config, context)
+        touched += pairs * bytes_per_pair(config) if name == "aamoe" else 0.0
         median = statistics.median(times[name])
         row[name] = {
             "milliseconds": 1e3 * median,

@@ -21,22 +21,23 @@ import jax
 from absl import app, flags
 from jax.stages import Compiled
 
-from aamoe_jax.config import AAMoEConfig, BudgetConfig, MixerName, ModelConfig
+from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig
 from aamoe_jax.ledger.compiled import Inputs, Row, Trial
-from aamoe_jax.ledger.exact import exact
-from aamoe_jax.mixers.registry import MIXERS
+from aamoe_jax.mixers.build import costs
+from aamoe_jax.mixers.costs import Setting
+from aamoe_jax.registry import MIXERS
 from benchmarks import measure
 from benchmarks.report import Column, table
 
 FLAGS = flags.FLAGS
-STANDARD: MixerName = "attention"
+STANDARD: str = "attention"
 
 
 def define_flags() -> None:
     """The flags of this program."""
     flags.DEFINE_list("lengths", ["1024", "4096", "16384"], "L: tokens of the one row, ascending.")
     flags.DEFINE_integer("rounds", 5, "Timed runs of each mixer at each length.", lower_bound=1)
-    flags.DEFINE_list("mixers", list(MIXERS), f"Which mixers; {STANDARD} is always among them.")
+    flags.DEFINE_list("mixers", sorted(MIXERS), f"Which mixers; {STANDARD} is always among them.")
     flags.DEFINE_integer("width", 256, "d.", lower_bound=1)
     flags.DEFINE_integer("heads", 4, "H.", lower_bound=1)
     flags.DEFINE_integer("chunk_size", 64, "m.", lower_bound=1)
@@ -57,12 +58,12 @@ def model_config() -> ModelConfig:
     return ModelConfig(d_model=FLAGS.width, num_heads=FLAGS.heads, num_layers=1, dtype=FLAGS.dtype, aamoe=layer)
 
 
-def chosen(wanted: list[str]) -> list[MixerName]:
-    """Those that are wanted in the registry's order, the standard among them."""
+def chosen(wanted: list[str]) -> list[str]:
+    """Those that are wanted in alphabetical order, the standard among them."""
     unknown = sorted(set(wanted) - set(MIXERS))
     if unknown:
-        raise app.UsageError(f"--mixers: there is no {', '.join(unknown)}; there are {', '.join(MIXERS)}")
-    return [name for name in MIXERS if name in wanted or name == STANDARD]
+        raise app.UsageError(f"--mixers: there is no {', '.join(unknown)}; there are {', '.join(sorted(MIXERS))}")
+    return [name for name in sorted(MIXERS) if name in wanted or name == STANDARD]
 
 
 def both_passes(trial: Trial) -> Callable[..., tuple[Any, Any]]:
@@ -87,9 +88,7 @@ def prepared(trial: Trial, compiled: Compiled, length: int) -> Callable[[], Any]
     return functools.partial(compiled, params, inputs, row, inputs.h[:, ::-1])
 
 
-def measure_length(
-    config: ModelConfig, names: list[MixerName], length: int, rounds: int, room: float
-) -> dict[str, Any]:
+def measure_length(config: ModelConfig, names: list[str], length: int, rounds: int, room: float) -> dict[str, Any]:
     """Time, memory and FLOPs of every mixer at one length.
 
     Args:
@@ -100,7 +99,7 @@ def measure_length(
         trial = Trial(name, config)
         compiled = compile_step(trial, length)
         size = measure.compiled_bytes(compiled)
-        figures[name] = {"compiled_bytes": size, "flops": 3 * exact(name, config, 1, length).prefill_flops}
+        figures[name] = {"compiled_bytes": size, "flops": 3 * costs(name, Setting(config, 1, length)).prefill_flops}
         if size <= room:
             calls[name] = prepared(trial, compiled, length)
     times = measure.interleaved(calls | {"product": measure.product(config.dtype)}, rounds)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from aamoe_jax import markdown
+
 Row = Mapping[str, Any]
 Column = tuple[str, Callable[[Row], str]]
 
@@ -15,14 +17,10 @@ GROWTH_WANTED, GROWTH_FROM, GROWTH_TO = 5.0, 4096, 16384
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """A markdown table, padded so that it reads as text too."""
-    cells = [[title for title, _ in columns], *([show(row) for _, show in columns] for row in rows)]
-    widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
-    lines = [
-        "| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
-    ]
-    rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
-    return "\n".join([lines[0], rule, *lines[1:]])
+    """A Markdown table of these columns of every row."""
+    return markdown.table(
+        [title for title, _ in columns], [[show(row) for _, show in columns] for row in rows], numbers=True
+    )
 
 
 def report(record: Mapping[str, Any]) -> str:

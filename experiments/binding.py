@@ -1,4 +1,4 @@
-"""Binds gin to the dataclasses of aamoe_jax/config.py, and to nothing else.
+"""Binds gin to the dataclasses of aamoe_jax/config.py and to those of imported mixers, and to nothing else.
 
 gin-config's own parser reads the text: bindings, blocks, macros (`width = 256`, `%width`) and `include`. What a binding
 may name and hold is decided here, statement by statement, so that every complaint can say where it stands. gin's global
@@ -21,9 +21,15 @@ from typing import Any, Literal, get_args, get_origin
 from gin import config_parser
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
+from aamoe_jax.extensions import import_mixers, imported
+from aamoe_jax.registry import own_configs
 
 CONFIGS = Path(__file__).parent / "configs"
 """The shipped configs, which `--gin_file` and `include` find by their bare name."""
+
+
+OWN = "own"
+"""The field of ModelConfig that is put together from the configs of imported mixers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +47,14 @@ class Field:
         return f"{self.owner.__name__}.{self.name}"
 
 
-def rooms(cls: type = ExperimentConfig) -> list[type]:
-    """`cls` and the config dataclasses inside it, outermost first."""
+def rooms() -> list[type]:
+    """ExperimentConfig and the config dataclasses inside it, outermost first; then those of imported mixers."""
+    return [*_inside(ExperimentConfig), *own_configs().values()]
+
+
+def _inside(cls: type) -> list[type]:
     inner = [hint for hint in typing.get_type_hints(cls).values() if dataclasses.is_dataclass(hint)]
-    return [cls, *(room for hint in inner for room in rooms(hint))]
+    return [cls, *(room for hint in inner for room in _inside(hint))]
 
 
 def bindable_fields() -> dict[str, Field]:
@@ -55,13 +65,15 @@ def bindable_fields() -> dict[str, Field]:
         found += [
             Field(room, field.name, hints[field.name], field.default)
             for field in dataclasses.fields(room)
-            if not dataclasses.is_dataclass(hints[field.name])
+            if not dataclasses.is_dataclass(hints[field.name]) and field.name != OWN
         ]
     return {field.full_name: field for field in found}
 
 
 def load_experiment(gin_files: Sequence[str] = (), gin_params: Sequence[str] = ()) -> ExperimentConfig:
     """The experiment that the files describe, then the params; of several bindings of one field the last one wins.
+
+    `import my_mixers` in a file imports mixers of the user's, before anything is bound.
 
     Args:
       gin_files: paths, or bare names of shipped configs such as `aamoe.gin`.
@@ -82,11 +94,13 @@ def load_experiment(gin_files: Sequence[str] = (), gin_params: Sequence[str] = (
 
 
 def operative_gin(config: ExperimentConfig) -> str:
-    """Gin text that binds every field: it loads to an equal config, whatever the defaults become."""
+    """Gin text that imports what was imported and binds every field: it loads to an equal config, whatever the defaults
+    become. Files that were imported by path are named in a comment: gin imports modules alone."""
     values = _flatten(config)
-    sections = []
+    imports = [f"# --import={name}\n" if name.endswith(".py") else f"import {name}\n" for name, _ in imported()]
+    sections = ["".join(imports)] if imports else []
     for room in rooms():
-        names = [name for name, field in bindable_fields().items() if field.owner is room]
+        names = [name for name, field in bindable_fields().items() if field.owner is room and name in values]
         if names:
             sections.append("".join(f"{name} = {values[name]!r}\n" for name in names))
     return "\n".join(sections)
@@ -95,7 +109,9 @@ def operative_gin(config: ExperimentConfig) -> str:
 def differences(left: ExperimentConfig, right: ExperimentConfig) -> dict[str, tuple[Any, Any]]:
     """The fields in which two experiments differ, with both values."""
     one, other = _flatten(left), _flatten(right)
-    return {name: (one[name], other[name]) for name in one if one[name] != other[name]}
+    names = dict.fromkeys([*one, *other])
+    pairs = {name: (one.get(name, "absent"), other.get(name, "absent")) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def rebound(config: ExperimentConfig, values: dict[str, Any]) -> ExperimentConfig:
@@ -223,7 +239,12 @@ def _read(
             except ConfigError as error:
                 raise ConfigError(f"{place}: {error}") from None
         elif isinstance(statement, config_parser.ImportStatement):
-            raise ConfigError(f"{place}: nothing can be imported: bindings name the fields of {_room_names()}")
+            if statement.is_from or statement.alias:
+                raise ConfigError(f"{place}: write 'import {statement.module}', without from and as")
+            try:
+                import_mixers(statement.module, beside=beside)
+            except ConfigError as error:
+                raise ConfigError(f"{place}: {error}") from None
 
 
 def _parse(text: str, where: Callable[[int], str]) -> Iterator[Any]:
@@ -318,6 +339,8 @@ def _compose(cls: type, values: dict[str, Any]) -> Any:
     for name, hint in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(hint):
             arguments[name] = _compose(hint, values)
+        elif name == OWN:
+            arguments[name] = tuple(_compose(own, values) for own in own_configs().values())
         elif f"{cls.__name__}.{name}" in values:
             arguments[name] = values[f"{cls.__name__}.{name}"]
     return cls(**arguments)
@@ -328,7 +351,13 @@ def _flatten(config: Any) -> dict[str, Any]:
     flat = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        flat |= _flatten(value) if dataclasses.is_dataclass(value) else {f"{type(config).__name__}.{field.name}": value}
+        if field.name == OWN:
+            for own in value:
+                flat |= _flatten(own)
+        elif dataclasses.is_dataclass(value):
+            flat |= _flatten(value)
+        else:
+            flat[f"{type(config).__name__}.{field.name}"] = value
     return flat
 
 

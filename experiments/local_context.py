@@ -1,6 +1,6 @@
-"""What a token should see of its own neighbourhood: the four readings of the paper, trained alike and compared.
+"""Trains and compares the four choices of AAMoEConfig.local.
 
-    python -m experiments.local_context --gin_file=quickstart.gin --gin_file=learned_router.gin --steps=600 \
+    aamoe local_context --gin_file=quickstart.gin --gin_file=learned_router.gin --steps=600 \
         --seeds=0,1 --output=experiments/results/local_context
 
 Pooled keys have none of an unfinished chunk, so that `routed` asks for a learned router.

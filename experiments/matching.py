@@ -16,9 +16,9 @@ from flax import nnx
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.cost import forward_flops, parameter_count
+from aamoe_jax.markdown import table
 from aamoe_jax.model import LanguageModel
 from aamoe_jax.preflight.closed_form import pairs_per_token
-from aamoe_jax.preflight.report import table
 from experiments.binding import bindable_fields, rebound
 
 Equal = Literal["flops", "parameters"]
@@ -89,7 +89,7 @@ def _kind(field: str) -> type[int] | type[float]:
     """Of the numbers that the field takes."""
     fields = bindable_fields()
     if field not in fields:
-        raise ConfigError(f"no field is called {field!r}; `python -m launch.config show` lists all")
+        raise ConfigError(f"no field is called {field!r}; `aamoe config show` lists all")
     hints = {fields[field].hint, *get_args(fields[field].hint)}
     if not hints & {int, float}:
         raise ConfigError(f"{field} is no number: nothing can be found along it")

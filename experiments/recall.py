@@ -1,7 +1,7 @@
-"""Does a stack read the context it needs? Generated tasks whose answer lies at a known place (`tasks.py`).
+"""Trains models on generated recall tasks, and measures which of them solve them.
 
-    python -m experiments.recall --task=copy --seeds=0,1,2 --output=experiments/results/recall
-    python -m experiments.recall --task=mqar --stack=dense --stack=default \
+    aamoe recall --task=copy --seeds=0,1,2 --output=experiments/results/recall
+    aamoe recall --task=mqar --stack=dense --stack=default \
         --gin_param='DataConfig.seq_len = 1024' --gin_param='chunk_size = 32' --output=experiments/results/recall_1024
 
 Every stack trains on the same rows, once per seed, until it answers 99 % of a fixed set of other rows, or its steps are
@@ -39,9 +39,9 @@ from aamoe_jax.analysis.pictures import BLUE, STYLE, VERMILION
 from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
 from aamoe_jax.data import ensure_prepared
 from aamoe_jax.evaluation.perplexity import causal_budget
+from aamoe_jax.markdown import table
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.model import merge
-from aamoe_jax.preflight.report import table
 from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.state import abstract_state, initial_state, place
 from aamoe_jax.training.step import make_train_step

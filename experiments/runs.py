@@ -22,7 +22,7 @@ from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
 from aamoe_jax.data import dataset_metadata, evaluation_batches, load_tokenizer
 from aamoe_jax.data.tokenizers import Tokenizer
 from aamoe_jax.evaluation.budget_use import budget_use
-from aamoe_jax.evaluation.perplexity import Evaluation, causal_budget, evaluate
+from aamoe_jax.evaluation.perplexity import Evaluation, Evaluator, causal_budget
 from aamoe_jax.model import Skipped, structure
 from aamoe_jax.training.checkpoints import load_checkpoint
 from aamoe_jax.training.loop import DivergedError, train
@@ -141,7 +141,7 @@ def measure(
     model, graphdef = config.model, structure(config.model, skipped)
     inputs = (graphdef, checkpoint.params)
     budget = causal_budget(model)
-    evaluation = evaluate(*inputs, model, batches, tokenizer.byte_lengths, budget=budget)
+    evaluation = Evaluator(graphdef, model, budget=budget)(checkpoint.params, batches, tokenizer.byte_lengths)
     budgets = budget_use(*inputs, batches[:BUDGET_BATCHES], budget=budget) if "spent" in evaluation.statistics else None
     counts = sum(batch["loss_mask"].sum(0) for batch in batches)
     speeds = [record["tokens_per_second"] for record in read_metrics(run_dir) if record["kind"] == "train"]

@@ -1,6 +1,6 @@
-"""What the sources claim, as comparisons: a few stacks trained alike, and which is said to be better.
+"""Trains variants of a model alike, and tests what the papers claim about them.
 
-    python -m experiments.studies --study=hybrids --gin_file=quickstart.gin --steps=600 --seeds=0,1 \
+    aamoe studies --study=hybrids --gin_file=quickstart.gin --steps=600 --seeds=0,1 \
         --output=experiments/results/hybrids
 
 Every variant of a study trains for the same steps on the same data, once per seed, and is evaluated on held-out text
@@ -27,8 +27,8 @@ from scipy import stats
 from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.data import ensure_prepared
 from aamoe_jax.evaluation.budget_use import UNEVEN
+from aamoe_jax.markdown import table
 from aamoe_jax.model import Skipped
-from aamoe_jax.preflight.report import table
 from experiments.binding import load_experiment
 from experiments.matching import TOLERANCE, active_flops, match, parameters
 from experiments.runs import Result, exit_code, require_one_dataset, run, with_steps

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+from aamoe_jax.markdown import table
 from aamoe_jax.mixers.family import Form
-from aamoe_jax.mixers.registry import MIXERS, forms
-from aamoe_jax.preflight.report import table
+from aamoe_jax.registry import MIXERS
 
 ROOT = Path(__file__).parents[1]
 SYSTEMS = Path(__file__).with_name("systems.tsv")
@@ -123,7 +123,8 @@ def report(found: list[System]) -> str:
 
 def family() -> str:
     """Every mixer as an instance of y = sum f(x) g(x), as a Markdown table: a row for each of its parts (UNI-01)."""
-    rows = [[name, *form] for name in MIXERS for form in forms(name)]
+    entries = [MIXERS[name] for name in sorted(MIXERS)]
+    rows = [[entry.name, *form] for entry in entries for form in entry.cls.forms(**entry.options)]
     return table(["mixer", *Form._fields], rows) + "\n"
 
 

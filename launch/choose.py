@@ -1,6 +1,6 @@
-"""Asks a checkpoint questions with given answers, and says how often the right one is the likeliest.
+"""Evaluates a checkpoint on multiple-choice questions.
 
-    python -m launch.choose --checkpoint=runs/quickstart --items=questions.jsonl
+    aamoe choose --checkpoint=runs/quickstart --items=questions.jsonl
 
 Every line of the file is {"context": "...", "choices": [" one", " other"], "answer": 0}; the sets by which attention is
 judged (ARC, BoolQ, COPA, HellaSwag, PIQA, RTE, SciQ) are easily brought into that form. Budgets are causal.
@@ -27,6 +27,7 @@ FLAGS = flags.FLAGS
 
 def define_flags() -> None:
     """The flags of this program."""
+    program.define_import_flag()
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_enum("which", "latest", ["latest", "best"], "Of a run: the newest, or that of the best validation.")
     flags.DEFINE_string("items", None, "File with one question per line, as JSON.", required=True)

@@ -1,8 +1,8 @@
-"""Compiles the step of an experiment for TPUs that are not there, and says what it would take: preflight.
+"""Compiles a training step for TPUs you do not have: memory, collectives, time.
 
-  python -m launch.compile --gin_file=aamoe_1b.gin --topology=v5p:4x4x4
-  python -m launch.compile --gin_file=aamoe_8b.gin --topology=v5p:8x8x8 --topology=v6e:16x16 --output=preflight_8b
-  python -m launch.compile --gin_file=aamoe_1b.gin --topology=v5p:4x4x4 --save=step.pickle
+  aamoe compile --gin_file=aamoe_1b.gin --topology=v5p:4x4x4
+  aamoe compile --gin_file=aamoe_8b.gin --topology=v5p:8x8x8 --topology=v6e:16x16 --output=preflight_8b
+  aamoe compile --gin_file=aamoe_1b.gin --topology=v5p:4x4x4 --save=step.pickle
 
 Memory by kind and its biggest buffers, FLOPs, collectives with their bytes and axes, and a step time modelled from the
 chip's limits. The compiler is libtpu's, on any machine: extra `aot`, in an environment of its own (BUILD.md). A step

@@ -1,11 +1,11 @@
-"""Explains, resolves and compares configs, without running anything.
+"""Shows, resolves and compares configs.
 
-  python -m launch.config show                            every field: type, default, meaning
-  python -m launch.config show BudgetConfig d_model       the fields of one room, or those of a name
-  python -m launch.config resolve --gin_file=aamoe.gin --gin_param='BudgetConfig.beta = 8.0'
+  aamoe config show                            every field: type, default, meaning
+  aamoe config show BudgetConfig d_model       the fields of one room, or those of a name
+  aamoe config resolve --gin_file=aamoe.gin --gin_param='BudgetConfig.beta = 8.0'
                                                           the complete config, as gin text that loads again
-  python -m launch.config diff dense.gin aamoe.gin        the fields in which two configs differ
-  python -m launch.config diff aamoe.gin                  ... and in which one differs from the defaults
+  aamoe config diff dense.gin aamoe.gin        the fields in which two configs differ
+  aamoe config diff aamoe.gin                  ... and in which one differs from the defaults
 
 --gin_param of diff applies to both sides. Bare names such as aamoe.gin are those of experiments/configs.
 """
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from aamoe_jax.config import ConfigError
+from aamoe_jax.registry import MIXERS
 from experiments.binding import (
     Field,
     bindable_fields,
@@ -45,7 +46,8 @@ def field_docs(room: type) -> dict[str, str]:
 
 
 def show(names: Sequence[str]) -> str:
-    """Every field with type, default and meaning; of the rooms or fields called `names`, if there are any."""
+    """Every field with type, default and meaning, and every mixer; of the rooms, fields or mixers called `names`, if
+    there are any."""
     sections = []
     for room in rooms():
         fields = [field for field in bindable_fields().values() if field.owner is room and _is_asked(field, names)]
@@ -53,8 +55,12 @@ def show(names: Sequence[str]) -> str:
         entries = [_entry(field, docs.get(field.name, "")) for field in fields]
         if entries:
             sections.append("\n".join([f"{room.__name__}: {inspect.getdoc(room)}", *entries]))
+    mixers = [entry for name, entry in sorted(MIXERS.items()) if not names or name in names]
+    if mixers:
+        lines = [f"  {entry.name}: {entry.summary}" for entry in mixers]
+        sections.append("\n".join(["Mixers, the names that ModelConfig.pattern may contain:", *lines]))
     if not sections:
-        raise ConfigError(f"no room and no field is called {' or '.join(names)}")
+        raise ConfigError(f"no room, no field and no mixer is called {' or '.join(names)}")
     return "\n\n".join(sections)
 
 

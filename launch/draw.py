@@ -1,6 +1,6 @@
-"""Draws a run: the loss curve, where budgets went over training, and the budget map of a held-out passage.
+"""Draws a run: the loss, shares of context and experts, and a map of budgets.
 
-python -m launch.draw --run_dir=runs/quickstart
+aamoe draw --run_dir=runs/quickstart
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ FLAGS = flags.FLAGS
 
 def define_flags() -> None:
     """The flags of this program."""
+    program.define_import_flag()
     flags.DEFINE_string("run_dir", None, "Run folder, as given to launch.train.", required=True)
     flags.DEFINE_integer("window", 0, "Which window of the held-out split the budget map shows.", lower_bound=0)
     flags.DEFINE_integer("tokens", 440, "How many tokens of it.", lower_bound=1)
@@ -36,7 +37,7 @@ def define_flags() -> None:
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics of a run, under the names that the pictures know: figures per layer at the top, validation apart."""
     if not (run_dir / FILE).is_file():
-        raise ConfigError(f"--run_dir={run_dir}: there is no {FILE}; train first, with python -m launch.train")
+        raise ConfigError(f"--run_dir={run_dir}: there is no {FILE}; train first, with aamoe train")
     return [
         {"step": record["step"], "validation_bits_per_byte": record.get("bits_per_byte")}
         if record["kind"] == "validation"

@@ -1,9 +1,9 @@
 """Evaluates a checkpoint on held-out text, under causal budgets.
 
-    python -m launch.evaluate --checkpoint=runs/quickstart
-    python -m launch.evaluate --checkpoint=runs/row --budget=all
-    python -m launch.evaluate --checkpoint=runs/quickstart --sweep=budget
-    python -m launch.evaluate --checkpoint=runs/hybrid --skip_layers=mlp
+    aamoe evaluate --checkpoint=runs/quickstart
+    aamoe evaluate --checkpoint=runs/row --budget=all
+    aamoe evaluate --checkpoint=runs/quickstart --sweep=budget
+    aamoe evaluate --checkpoint=runs/hybrid --skip_layers=mlp
 
 The config comes out of the checkpoint. Prints a table, and writes evaluation-SPLIT-BUDGET-STEP.json into the run
 folder; of a sweep also a picture. Beside every figure stands what a probe of causality saw on the first batch.
@@ -25,8 +25,8 @@ from aamoe_jax.analysis import sweep_pictures
 from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, MeshConfig, ModelConfig, to_dict
 from aamoe_jax.data import dataset_metadata, documents_of, load_tokenizer
 from aamoe_jax.evaluation import baselines, report
+from aamoe_jax.evaluation.evaluate import evaluate
 from aamoe_jax.evaluation.perplexity import (
-    Evaluator,
     budget_modes,
     causal_budget,
     flip_rate,
@@ -48,6 +48,7 @@ Record = dict[str, Any]
 
 def define_flags() -> None:
     """The flags of this program."""
+    program.define_import_flag()
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_enum("which", "latest", ["latest", "best"], "Of a run: the newest, or that of the best validation.")
     flags.DEFINE_list("datasets", [], "Datasets to evaluate on; the mixture of the run if not given.")
@@ -191,15 +192,23 @@ def evaluate_dataset(checkpoint: Checkpoint, data: DataConfig, name: str) -> Rec
     """
     model = checkpoint.config.model
     shown = asked_budgets(model)
-    batches = _held_out(data, name, data.seq_len)
-    byte_lengths = load_tokenizer(data.tokenizer).byte_lengths
     trained_on_row = "predictor" in budget_modes(model)
-    found, placement = {}, placement_of(checkpoint.config) if FLAGS.mesh else None
-    graphdef = structure(model, skipped_layers(model))
-    scale = max(1.0, FLAGS.budget_scale)
-    for budget in dict.fromkeys((*shown, "row") if trained_on_row else shown):
-        evaluator = Evaluator(graphdef, model, budget=budget, max_budget_scale=scale, placement=placement)
-        found[budget] = evaluator.probed(checkpoint.params, batches, byte_lengths, budget_scale=FLAGS.budget_scale)
+    placement = placement_of(checkpoint.config) if FLAGS.mesh else None
+    found = {
+        budget: evaluate(
+            checkpoint,
+            name,
+            split=FLAGS.split,
+            budget=budget,
+            budget_scale=FLAGS.budget_scale,
+            batch_size=FLAGS.batch_size,
+            max_batches=FLAGS.max_batches,
+            data_dir=FLAGS.data_dir,
+            skipped=skipped_layers(model),
+            placement=placement,
+        )
+        for budget in dict.fromkeys((*shown, "row") if trained_on_row else shown)
+    }
     record = _dataset_record(data, name) | {"budgets": {budget: found[budget].to_dict() for budget in shown}}
     if "row" in found:
         for budget in shown:

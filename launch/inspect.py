@@ -1,8 +1,8 @@
-"""Shows where the budget of a passage went, what its attention looks like, or what repetition costs.
+"""Shows what the tokens of a text spend their budgets on, as an HTML page.
 
-    python -m launch.inspect --checkpoint=runs/quickstart --text=FILE       # one HTML page; FILE may be - for stdin
-    python -m launch.inspect --checkpoint=runs/dense --text=FILE --maps     # indicators of attention maps
-    python -m launch.inspect --checkpoint=runs/quickstart --copies          # repeated against new text, held-out split
+    aamoe inspect --checkpoint=runs/quickstart --text=FILE       # one HTML page; FILE may be - for stdin
+    aamoe inspect --checkpoint=runs/dense --text=FILE --maps     # indicators of attention maps
+    aamoe inspect --checkpoint=runs/quickstart --copies          # repeated against new text, held-out split
 
 The page is one file that loads nothing: every token of the passage with its resources, layer by layer. `--copies`
 prints a table and writes copying.json. Both go into the run folder unless --output says otherwise.
@@ -33,6 +33,7 @@ FLAGS = flags.FLAGS
 
 def define_flags() -> None:
     """The flags of this program."""
+    program.define_import_flag()
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_string("text", None, "File that holds the passage; - reads standard input.")
     flags.DEFINE_bool("copies", False, "Measure repeated against new tokens of a held-out split instead.")

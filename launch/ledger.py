@@ -1,7 +1,7 @@
-"""What every mixer costs, for the model of an experiment: FLOPs, activation bytes, cache bytes.
+"""Lists the costs of every mixer: FLOPs, activation bytes and cache bytes.
 
-  python -m launch.ledger --gin_file=aamoe.gin
-  python -m launch.ledger --rows=4 --length=2048 --against=compiler --output=experiments/results/ledger.md
+  aamoe ledger --gin_file=aamoe.gin
+  aamoe ledger --rows=4 --length=2048 --against=compiler --output=experiments/results/ledger.md
 
 One mixer in one layer, for a prompt and for one more token: what this code does in closed form, and the formulas that
 were published, slips named. --against=compiler also sets the closed form beside what the compiler says.

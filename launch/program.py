@@ -1,4 +1,4 @@
-"""What every program shares: the two flags that choose an experiment, and errors that are one line.
+"""What every program shares: the flags that choose an experiment, and errors that are one line.
 
 if __name__ == "__main__":
     define_experiment_flags()   # in programs that take an experiment
@@ -17,6 +17,7 @@ from typing import Any
 from absl import app, flags, logging
 
 from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig
+from aamoe_jax.extensions import import_mixers
 from experiments.binding import load_experiment
 
 
@@ -32,8 +33,21 @@ def define_experiment_flags() -> None:
         [],
         "One binding, such as 'ModelConfig.d_model = 128'. Repeat it: params win over files, later ones too.",
     )
-    for name in ("gin_file", "gin_param"):
-        # absl's --help lists what the program's own module defines or claims.
+    _claim("gin_file", "gin_param")
+    define_import_flag()
+
+
+def define_import_flag() -> None:
+    """Defines --import, which `run` obeys before the program begins: for programs that build models."""
+    flags.DEFINE_multi_string(
+        "import", [], "A module, or the path of a .py file, that registers mixers of your own. Repeat it for several."
+    )
+    _claim("import")
+
+
+def _claim(*names: str) -> None:
+    """absl's --help lists what the program's own module defines or claims."""
+    for name in names:
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
 
 
@@ -65,6 +79,8 @@ def run(main: Callable[[list[str]], Any]) -> None:
     def guarded(argv: list[str]) -> Any:
         logging.set_verbosity(logging.WARNING)  # libraries report every file that they read
         try:
+            for name in flags.FLAGS["import"].value if "import" in flags.FLAGS else ():
+                import_mixers(name)
             return main(argv)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)

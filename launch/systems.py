@@ -1,7 +1,7 @@
-"""Where every system of the sources stands: ID, what it is, where in the code, which tests, status.
+"""Lists the mechanisms of the papers with their code, tests and status.
 
-  python -m launch.systems
-  python -m launch.systems --output=experiments/results/systems.md
+  aamoe systems
+  aamoe systems --output=experiments/results/systems.md
 
 Everything but the list of systems is read off the code and tests of this checkout, which name the IDs that they are
 about.

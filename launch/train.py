@@ -1,9 +1,9 @@
-"""Trains a language model, or goes on with a run that was stopped.
+"""Trains a language model, or resumes a run.
 
-  python -m launch.train --gin_file=aamoe.gin --run_dir=runs/aamoe
-  python -m launch.train --gin_file=aamoe.gin --gin_param='TrainingConfig.seed = 1' --run_dir=runs/aamoe_1
-  python -m launch.train --gin_file=aamoe.gin --run_dir=runs/aamoe --profile=10:12
-  python -m launch.train --gin_file=aamoe.gin --run_dir=/shared/aamoe --distributed=10.0.0.1:8476,4,0   # ,1 ,2 and ,3
+  aamoe train --gin_file=aamoe.gin --run_dir=runs/aamoe
+  aamoe train --gin_file=aamoe.gin --gin_param='TrainingConfig.seed = 1' --run_dir=runs/aamoe_1
+  aamoe train --gin_file=aamoe.gin --run_dir=runs/aamoe --profile=10:12
+  aamoe train --gin_file=aamoe.gin --run_dir=/shared/aamoe --distributed=10.0.0.1:8476,4,0   # ,1 ,2 and ,3
 
 The run folder holds config.gin and config.json (all fields, as they were used), metrics.jsonl and checkpoints/. Where
 it has a checkpoint the run goes on from there, to the same bits as if it had never stopped; a config that changed is
@@ -30,7 +30,6 @@ from pathlib import Path
 from absl import flags
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
-from aamoe_jax.data import ensure_prepared
 from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import SaveError
 from aamoe_jax.training.loop import DivergedError, Result, train
@@ -86,7 +85,6 @@ def run_training() -> int:
     """Trains as the flags say; returns the exit code."""
     run_dir, config = Path(flags.FLAGS.run_dir), experiment_from_flags()
     profile = ProfileWindow.parse(flags.FLAGS.profile) if flags.FLAGS.profile is not None else None
-    prepare_once(config)
     try:
         result = train(config, run_dir, profile=profile, notes={"config.gin": operative_gin(config)})
     except DivergedError as error:
@@ -102,14 +100,6 @@ def run_training() -> int:
     if distributed.is_first():
         print(summary(config, run_dir, result))
     return 0
-
-
-def prepare_once(config: ExperimentConfig) -> None:
-    """Prepares the data: process 0 first, so that the others find it where they share a folder."""
-    if distributed.is_first():
-        ensure_prepared(config.data)
-    distributed.wait_for_all("prepared")
-    ensure_prepared(config.data)
 
 
 def summary(config: ExperimentConfig, run_dir: Path, result: Result) -> str:

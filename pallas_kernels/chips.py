@@ -1,8 +1,11 @@
-"""What the chips can do at best, per core: limits that modelled times stand beside, and that choices are made by.
+"""What the chips can do at best: limits that modelled times stand beside, and that choices are made by.
 
-Sources: peak FLOP/s, HBM bytes/s and VMEM are those of `jax/_src/pallas/mosaic/tpu_info.py` (jax 0.10.2), a chip's
-shared by its cores. Clocks: v5e and v5p, the published peak over the 4 x 128 x 128 multiply-adds of a cycle; v6e and
-tpu7x, taken over from others' notes and not checked. A bundle a cycle is the most that a core issues.
+Peak FLOP/s are those of the vendors' data sheets: Google Cloud's pages on v4, v5e, v5p, v6e and TPU7x
+(docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm: 275, 197, 459, 918 and 2307 TFLOP/s a chip in bfloat16), and
+NVIDIA's on A100, H100 SXM and H200 (312, 989 and 989 dense). HBM bytes/s and VMEM are those of
+`jax/_src/pallas/mosaic/tpu_info.py` (jax 0.10.2), a chip's shared by its cores. Clocks: v5e and v5p, the published peak
+over the 4 x 128 x 128 multiply-adds of a cycle; v6e and tpu7x, taken over from others' notes and not checked. A bundle
+a cycle is the most that a core issues.
 """
 
 from __future__ import annotations
@@ -22,20 +25,31 @@ class Chip(NamedTuple):
     bandwidth: float  # bytes/s of HBM
     vmem: int  # bytes
     cores: int  # of a chip
+    device_cores: int  # of a chip that are one device to JAX
 
 
 TPUS = {
-    "v5e": Chip(1.5e9, 197e12, 820e9, 128 * 2**20, 1),
-    "v5p": Chip(1.75e9, 459e12 / 2, 2.46e12 / 2, 64 * 2**20, 2),
-    "v6e": Chip(1.755e9, 920e12, 1.64e12, 128 * 2**20, 1),
-    "tpu7x": Chip(2.2e9, 2310e12 / 2, 7.4e12 / 2, 64 * 2**20, 2),
+    "v5e": Chip(1.5e9, 197e12, 820e9, 128 * 2**20, 1, 1),
+    "v5p": Chip(1.75e9, 459e12 / 2, 2.46e12 / 2, 64 * 2**20, 2, 2),
+    "v6e": Chip(1.755e9, 918e12, 1.64e12, 128 * 2**20, 1, 1),
+    "tpu7x": Chip(2.2e9, 2307e12 / 2, 7.4e12 / 2, 64 * 2**20, 2, 1),
 }
 """By the names of `pallas_kernels.aot.TOPOLOGIES`."""
 
 _KINDS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 _KINDS |= {"TPU v6e": "v6e", "TPU7x": "tpu7x", "TPU v7x": "tpu7x"}
+_OTHERS = {"TPU v4": 275e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
+"""Peak bfloat16 FLOP/s of devices without TPU kernels of ours."""
 _ANY = "v5p"  # what fits its fast memory fits that of every chip in the table
 _assumed: list[str] = []
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak dense bfloat16 FLOP/s of one device, by the kind that JAX gives it; None where it is unknown."""
+    if device_kind not in _KINDS:
+        return _OTHERS.get(device_kind)
+    chip = TPUS[_KINDS[device_kind]]
+    return chip.flops * chip.device_cores
 
 
 def current() -> str:

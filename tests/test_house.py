@@ -22,6 +22,21 @@ from experiments.binding import bindable_fields
 ROOT = Path(__file__).parents[1]
 RANK = {"pallas_kernels": 0, "aamoe_jax": 1, "experiments": 2, "launch": 3, "benchmarks": 3, "tests": 4}
 """Imports run towards lower ranks. Rooms of one rank do not import each other."""
+LAYERS = (
+    ("registry", "patterns", "markdown", "shards"),
+    ("config",),
+    ("layers", "data", "extensions"),
+    ("mixers",),
+    ("aamoe",),
+    ("cost", "model"),
+    ("ledger", "sharding"),
+    ("training",),
+    ("evaluation", "preflight"),
+    ("generation", "analysis"),
+    ("check",),
+    ("__init__",),
+)
+"""The packages and modules of aamoe_jax, each above what it may import. Those of one line do not import each other."""
 PACKAGES = ("aamoe_jax", "pallas_kernels", "experiments", "launch")
 FUNCTION_LINES = 80
 KERNEL_FUNCTION_LINES = 150
@@ -76,6 +91,26 @@ def upward_imports(sources: Sources) -> list[str]:
             if target != room and target in RANK and RANK[target] >= RANK[room]:
                 complaints.append(f"{path}:{node.lineno}: {room} imports {target}")
     return complaints
+
+
+def upward_imports_inside(sources: Sources) -> list[str]:
+    """Imports inside aamoe_jax against the direction of LAYERS, and units that LAYERS does not have."""
+    rank = {name: index for index, names in enumerate(LAYERS) for name in names}
+    complaints = []
+    for path, node in nodes(sources):
+        package, *inside = path.removesuffix(".py").split("/")
+        if package != "aamoe_jax":
+            continue
+        if inside[0] not in rank:
+            complaints.append(f"{path}:1: LAYERS does not have {inside[0]}")
+            continue
+        for module in imported_modules(node):
+            if not module.startswith("aamoe_jax."):
+                continue
+            target = module.split(".")[1]
+            if target != inside[0] and rank.get(target, 0) >= rank[inside[0]]:
+                complaints.append(f"{path}:{node.lineno}: {inside[0]} imports {target}")
+    return sorted(set(complaints))
 
 
 def foreign_imports(sources: Sources, *, forbidden: tuple[str, ...]) -> list[str]:
@@ -194,49 +229,6 @@ def machine_paths(sources: Sources) -> list[str]:
     ]
 
 
-def tree_entries(readme: str) -> list[str]:
-    """The paths in the tree of a README: the fenced block in which a line begins with `aamoe_jax/`.
-
-    One entry per line: its depth is the column of its name (box-drawing characters count as blanks), folders end in
-    `/`, the rest of the line says what it is. A line whose first character is `#` is a remark.
-    """
-    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    block = next((block for block in blocks if re.search(r"^[\s│├└─]*aamoe_jax/(\s|$)", block, re.MULTILINE)), "")
-    entries, parents = [], []
-    for line in block.splitlines():
-        bare = re.sub("[│├└─]", " ", line)
-        if not bare.strip() or bare.strip()[0] == "#":
-            continue
-        column = len(bare) - len(bare.lstrip())
-        name = bare.split()[0]
-        parents = [(start, parent) for start, parent in parents if start < column]
-        entries.append("".join(parent for _, parent in parents) + name)
-        if name.endswith("/") and name != "./":
-            parents.append((column, name))
-    return [entry for entry in entries if entry not in (".", "./")]
-
-
-def misleading_tree(readme: str, files: set[str]) -> list[str]:
-    """Entries of the README's tree that do not exist, and modules of the packages that it does not name."""
-    entries = tree_entries(readme)
-    if not entries:
-        return ["README.md: has no tree: a fenced block with a line that begins with aamoe_jax/"]
-    folders = {f"{parent.as_posix()}/" for file in files for parent in Path(file).parents}
-    known = [
-        entry
-        for entry in entries
-        if entry in files | folders or ("*" in entry and any(Path(file).match(entry) for file in files))
-    ]
-    modules = {
-        file
-        for file in files
-        if file.endswith(".py") and file.split("/")[0] in PACKAGES and not file.endswith("__init__.py")
-    }
-    return [f"README.md: {entry} does not exist" for entry in entries if entry not in known] + [
-        f"README.md: the tree does not name {module}" for module in sorted(modules - set(known))
-    ]
-
-
 # The house as it stands.
 
 
@@ -284,6 +276,23 @@ class TestDirection:
             {"launch/x.py": "import experiments.binding, aamoe_jax\nfrom pallas_kernels import aot"}
         )
         assert_none(upward_imports(everything))
+
+    @pytest.mark.parametrize(
+        ("path", "source"),
+        [
+            ("aamoe_jax/mixers/x.py", "from aamoe_jax.aamoe.layer import AAMoELayer"),
+            ("aamoe_jax/mixers/x.py", "def f():\n    from aamoe_jax import model"),
+            ("aamoe_jax/registry.py", "import aamoe_jax.config"),
+            ("aamoe_jax/layers.py", "from aamoe_jax import data"),
+            ("aamoe_jax/elsewhere.py", "x = 1"),
+        ],
+    )
+    def test_sees_an_import_against_the_direction_inside_the_library(self, path, source):
+        assert upward_imports_inside({path: source})
+
+    def test_imports_inside_the_library_run_one_way(self, packages):
+        assert not upward_imports_inside({"aamoe_jax/aamoe/x.py": "from aamoe_jax.mixers import base\nimport jax"})
+        assert_none(upward_imports_inside(packages))
 
     def test_the_library_knows_no_gin_and_no_flags(self):
         forbidden = ("gin", "absl.flags", "absl.app")
@@ -357,44 +366,3 @@ class TestNothingHidden:
             if b"\0" not in data:
                 sources[name] = data.decode("utf-8")
         assert_none(machine_paths(sources))
-
-
-class TestReadme:
-    README = """
-```
-.
-├── aamoe_jax/        the library
-│   ├── config.py     the schema
-│   └── aamoe/
-│       └── layer.py  the mixer
-└── experiments/
-    └── configs/*.gin what is shipped
-```
-"""
-    FILES = frozenset(
-        {"aamoe_jax/config.py", "aamoe_jax/aamoe/layer.py", "aamoe_jax/__init__.py", "experiments/configs/a.gin"}
-    )
-
-    def test_a_tree_is_understood_in_boxes_and_in_blanks(self):
-        blanks = (
-            "```\naamoe_jax/  the library\n  config.py  the schema\n  aamoe/\n    layer.py\n# a remark\nMakefile\n```\n"
-        )
-        assert tree_entries(blanks) == [
-            "aamoe_jax/",
-            "aamoe_jax/config.py",
-            "aamoe_jax/aamoe/",
-            "aamoe_jax/aamoe/layer.py",
-            "Makefile",
-        ]
-        assert not misleading_tree(self.README, set(self.FILES))
-
-    def test_a_misleading_tree_is_seen(self):
-        assert misleading_tree(self.README, set(self.FILES) - {"aamoe_jax/config.py"})
-        assert misleading_tree(self.README, self.FILES | {"launch/train.py"})
-        assert misleading_tree(self.README, set(self.FILES) - {"experiments/configs/a.gin"})
-        assert misleading_tree("# A title\n```\nmake\n```\n", set(self.FILES))
-
-    def test_the_tree_of_the_readme_is_the_tree(self):
-        if not (ROOT / "README.md").exists():
-            pytest.skip("there is no README.md yet")
-        assert_none(misleading_tree((ROOT / "README.md").read_text(encoding="utf-8"), set(tracked_files())))

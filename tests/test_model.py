@@ -13,9 +13,10 @@ import pytest
 from flax import nnx
 
 from aamoe_jax import cost
-from aamoe_jax.aamoe.statistics import combine, summarize
+from aamoe_jax.aamoe.statistics import summarize
 from aamoe_jax.config import ConfigError
 from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.statistics import combine
 from aamoe_jax.model import LanguageModel, merge, split, structure
 from tests.aamoe.helpers import D, E, M, apply, model_config
 from tests.evaluation.helpers import random_params

@@ -55,7 +55,7 @@ def test_mixers_of_a_layer_share_its_place_and_its_budget():
         (("evn(aamoe, parallel)",), "'evn' is no placement; there are even, odd"),
         (("even(aamoe)",), r"write 'mixer', 'mixer\+mixer', 'layer\*3' or"),
         (("aamoe*0",), "'aamoe\\*0': write 'mixer'"),
-        (("aamoe+paralel",), "'paralel' is no mixer; there are aamoe, mixture"),
+        (("aamoe+paralel",), r"'paralel' is no mixer; did you mean 'parallel'\?"),
         (("aamoe+aamoe",), "layer 'aamoe\\+aamoe' has 'aamoe' twice"),
     ],
 )

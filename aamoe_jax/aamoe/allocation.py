@@ -5,15 +5,21 @@ Shapes: b rows, L tokens per row, A resources to choose from (l chunks, then E e
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from aamoe_jax.aamoe.budget import UNBOUNDED, Budget
+from aamoe_jax.aamoe.resources import LOCAL
+from aamoe_jax.aamoe.router import Scores
+from aamoe_jax.config import AAMoEConfig
+from aamoe_jax.mixers.base import Context
 from pallas_kernels.selection import select
 
-BiasScale = Literal["unnormalized", "normalized"]
 Signal = Literal["joint", "context_stopped", "experts_stopped", "separate"]
 
 
@@ -21,143 +27,204 @@ class Allocation(NamedTuple):
     """What every token was given. Slot k - 1 holds rank k; slots at or past `count` mean nothing."""
 
     resource: Int[Array, "b L K"]
-    """Row's index of the resource: chunks 0..l-1, experts l..l+E-1. A local window stands as the token's own chunk."""
+    """Row's index of the resource: chunks 0..l-1, experts l..l+E-1. The local resource stands as the token's own
+    chunk."""
     log_prob: Float[Array, "b L K"]
-    """log P(i, j_k) up to a constant of the token; 0 in unused slots."""
+    """log P(i, j_k) (eq 15), up to a constant of the token unless the scores are normalised; 0 in unused slots."""
     count: Int[Array, "b L"]
     """Resources given."""
 
 
-class Choices(NamedTuple):
+class Candidates(NamedTuple):
     """What every token can choose from, before it is known how many it can pay for."""
 
     scores: Float[Array, "b L A"]
+    """r_ij (eq 4)."""
     available: Bool[Array, "b L A"]
     local: Float[Array, "b L"] | None
-    """Score of the local resource where that is bought before any other."""
-    most: Int[Array, "b L"]
-    """How many a token can be given at all: those that are available, and at most K_max."""
+    """Score of the local resource, where that is bought before any other (decision 03)."""
+    own: Int[Array, "b L"]
+    """The token's own chunk."""
+    num_chunks: int
+    """l: resources past it are experts."""
+    slots: int
+    """K."""
+    max_resources: Int[Array, ""] | int
+    """K_max, as the dial leaves it."""
+    adds_up: bool
+    """Whether exp(r) of all that is available adds up to 1 as it is."""
 
-    def kinds(self, num_experts: int) -> tuple[list[Float[Array, "b L _"]], list[Bool[Array, "b L _"]]]:
+    @property
+    def most(self) -> Int[Array, "b L"]:
+        """How many a token can be given at all: those that are available, and at most K_max."""
+        count = self.available.sum(-1) + (self.local is not None)
+        return jnp.minimum(count, jnp.minimum(self.max_resources, self.slots))
+
+    def kinds(self) -> tuple[list[Float[Array, "b L _"]], list[Bool[Array, "b L _"]]]:
         """(scores of chunks, of experts), (availability of chunks, of experts)."""
-        at = [self.scores.shape[-1] - num_experts]
-        return jnp.split(self.scores, at, axis=-1), jnp.split(self.available, at, axis=-1)
+        return jnp.split(self.scores, [self.num_chunks], axis=-1), jnp.split(self.available, [self.num_chunks], axis=-1)
 
-    def learning_from(self, signal: Signal, num_experts: int) -> Choices:
-        """The same with the gradient, or the softmax, that `AAMoEConfig.signal` leaves to chunks and experts."""
+    def normalized(self) -> Candidates:
+        """r - log sum_l exp(r_il), which is log P(choose) of eq 14."""
+        if self.adds_up:
+            return self
+        partition = log_partition(self.scores, self.available, self.local)
+        local = None if self.local is None else self.local - partition
+        return self._replace(scores=self.scores - partition[..., None], local=local, adds_up=True)
+
+    def learning_from(self, signal: Signal) -> Candidates:
+        """With the gradient, or the softmax, that `AAMoEConfig.signal` leaves to chunks and experts (AA-23)."""
         if signal == "joint":
             return self
-        (chunks, rows), (open_chunks, open_rows), local = *self.kinds(num_experts), self.local
+        (chunks, experts), (open_chunks, open_experts), local = *self.kinds(), self.local
         if signal == "context_stopped":
             chunks = jax.lax.stop_gradient(chunks)
             local = None if local is None else jax.lax.stop_gradient(local)
         elif signal == "experts_stopped":
-            rows = jax.lax.stop_gradient(rows)
+            experts = jax.lax.stop_gradient(experts)
         else:
             of_context = log_partition(chunks, open_chunks, local)[..., None]
-            chunks, rows = chunks - of_context, rows - log_partition(rows, open_rows, None)[..., None]
+            chunks, experts = chunks - of_context, experts - log_partition(experts, open_experts, None)[..., None]
             local = None if local is None else local - of_context[..., 0]
-        return self._replace(scores=jnp.concatenate([chunks, rows], axis=-1), local=local)
+        return self._replace(scores=jnp.concatenate([chunks, experts], axis=-1), local=local)
+
+
+def candidates(
+    config: AAMoEConfig, scores: Scores, own: Int[Array, "b L"], chunks: Bool[Array, "b L l"], context: Context
+) -> Candidates:
+    """The resources that every token can choose from.
+
+    Args:
+      own: the chunk that each token is in.
+      chunks: which of the completed chunks it may choose.
+    """
+    (of_chunks, of_experts, of_local), local = scores, LOCAL[config.local]
+    every = jnp.concatenate([of_chunks, of_experts], axis=-1)
+    experts = jnp.broadcast_to(context.real[..., None], of_experts.shape)
+    available = jnp.concatenate([chunks, experts], axis=-1)
+    if local.routed:
+        is_own = jnp.arange(every.shape[-1]) == own[..., None]
+        every = jnp.where(is_own, of_local[..., None], every)
+        available |= is_own & context.real[..., None]
+    slots, most = max_slots(config, every.shape[-1], context.max_scale), UNBOUNDED
+    if config.max_resources is not None:  # it grows with a dial above 1
+        scale = jnp.clip(context.scale, 1.0, max(context.max_scale, 1.0))
+        most = jnp.floor(config.max_resources * scale + 1e-4).astype(jnp.int32)
+    adds_up = config.router == "pooled" or config.signal == "separate"
+    first = of_local if local.first else None
+    found = Candidates(every, available, first, own, of_chunks.shape[-1], slots, most, adds_up)
+    found = found.learning_from(config.signal)
+    # Only a key without bias beside the resources makes the partition of eq 14 matter (decision 15).
+    return found.normalized() if config.null_slot == "learned" else found
+
+
+def max_slots(config: AAMoEConfig, resources: int, max_scale: float) -> int:
+    """K: no token can use more slots than there are resources."""
+    most = resources + LOCAL[config.local].first
+    return most if config.max_resources is None else min(math.floor(config.max_resources * max(max_scale, 1.0)), most)
+
+
+class Allocator:
+    """How a budget is spent on candidates."""
+
+    def limit(self, candidates: Candidates) -> Int[Array, "b L"]:
+        """The largest budget that can be of use: what lies above it is not spent, and left to later tokens."""
+        raise NotImplementedError
+
+    def __call__(self, candidates: Candidates, budget: Budget) -> Allocation:
+        """The best candidates that every budget affords."""
+        raise NotImplementedError
+
+
+def allocator(config: AAMoEConfig) -> Allocator:
+    """The one that a config asks for."""
+    if config.budget.expert_share is not None:
+        return Shares(config.budget.expert_share)
+    return OneBudget() if config.budget.expert_price == 1 else Prices(config.budget.expert_price)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneBudget(Allocator):
+    """Chunks and experts compete for one budget, at price 1 each: R_i = argtop-B_i r_i (eq 8)."""
+
+    def limit(self, candidates: Candidates) -> Int[Array, "b L"]:
+        return candidates.most
+
+    def __call__(self, candidates: Candidates, budget: Budget) -> Allocation:
+        count = jnp.minimum(budget.granted, candidates.most)
+        best = rank(candidates, count)
+        return afford(best, count, budget.real[..., None], jnp.arange(1, best.scores.shape[-1] + 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices(Allocator):
+    """A chunk costs 1 and an expert `expert_price` (AA-39): the longest prefix of the ranked that a budget pays for."""
+
+    expert_price: float
+
+    def limit(self, candidates: Candidates) -> Int[Array, "b L"]:
+        return jnp.full_like(candidates.own, UNBOUNDED)  # it pays for prices, not for a number of resources
+
+    def __call__(self, candidates: Candidates, budget: Budget) -> Allocation:
+        best = rank(candidates, jnp.minimum(budget.granted, candidates.most))
+        prices = jnp.where(best.resource >= candidates.num_chunks, self.expert_price, 1.0)
+        count, cost = pay(prices, budget.granted, candidates.most)
+        return afford(best, count, budget.real[..., None], cost)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares(Allocator):
+    """A fixed share of every budget buys experts alone, and the rest context alone (AA-32). What one kind leaves over,
+    the other does not get. The local resource is bought before any other, so a token with a budget of 1 gets no expert.
+    """
+
+    expert_share: float
+
+    def limit(self, candidates: Candidates) -> Int[Array, "b L"]:
+        # Each kind has its share, whatever there is of the other.
+        return jnp.full_like(candidates.own, candidates.max_resources)
+
+    def __call__(self, candidates: Candidates, budget: Budget) -> Allocation:
+        (chunks, experts), (open_chunks, open_experts) = candidates.kinds()
+        local = candidates.local is not None
+        for_experts = jnp.floor(self.expert_share * budget.granted + 1e-4).astype(jnp.int32)
+        for_experts = jnp.clip(for_experts, 0, jnp.maximum(budget.granted - local, 0))
+        num_context = jnp.minimum(budget.granted - for_experts, open_chunks.sum(-1) + local)
+        num_experts = jnp.minimum(for_experts, open_experts.sum(-1))
+        context = rank(candidates._replace(scores=chunks, available=open_chunks), num_context)
+        other = rank(candidates._replace(scores=experts, available=open_experts, local=None), num_experts)
+        # The chunks of every token, then its experts.
+        slot = jnp.arange(candidates.slots)
+        is_context = slot < num_context[..., None]
+        place = jnp.where(is_context, slot, slot - num_context[..., None])
+
+        def join(x: Num[Array, "b L c"], y: Num[Array, "b L e"]) -> Num[Array, "b L K"]:
+            both = jnp.concatenate([x, y], axis=-1)
+            index = jnp.where(is_context, place, jnp.minimum(x.shape[-1] + place, both.shape[-1] - 1))
+            return jnp.take_along_axis(both, index, axis=-1)
+
+        resource = join(context.resource, candidates.num_chunks + other.resource)
+        paid_from = jnp.where(is_context, 1 - self.expert_share, self.expert_share) * budget.real[..., None]
+        best = Ranking(join(context.scores, other.scores), resource)
+        return afford(best, num_context + num_experts, paid_from, place + 1)
 
 
 class Ranking(NamedTuple):
-    """The best available resources of every token, best first; what a budget buys is a prefix of it."""
+    """The best available resources of every token, best first; what a budget affords is a prefix of it."""
 
     scores: Float[Array, "b L K"]
     resource: Int[Array, "b L K"]
-    log_partition: Float[Array, "b L"] | None
-    """Of eq 14, where something depends on it."""
 
 
-class Purchase(NamedTuple):
-    """How many of the ranked resources a budget buys, and at what cost."""
-
-    count: Int[Array, "b L"]
-    budget: Float[Array, "b L #K"]
-    """That each is paid from."""
-    cost: Num[Array, "*#b K"]
-    """Of each together with those before it that are paid from the same."""
-
-
-def purchase(ranking: Ranking, budget: Float[Array, "b L"], count: Int[Array, "b L"]) -> Purchase:
-    """The first `count` of the ranked, every one at price 1."""
-    return Purchase(count, budget[..., None], jnp.arange(1, ranking.scores.shape[-1] + 1))
-
-
-def purchase_at(
-    prices: Float[Array, "b L K"], budget: Float[Array, "b L"], purse: Int[Array, "b L"], most: Int[Array, "b L"]
-) -> Purchase:
-    """The longest prefix of the ranked whose prices add up to no more than `purse` (AA-39), of at most `most` items."""
-    cost = jnp.cumsum(prices, axis=-1)
-    slots = jnp.arange(1, prices.shape[-1] + 1)
-    count = ((cost <= purse[..., None] + 1e-4) & (slots <= most[..., None])).sum(-1)
-    return Purchase(count, budget[..., None], cost)
-
-
-def rank(choices: Choices, chunk: Int[Array, "b L"], count: Int[Array, "b L"], slots: int) -> Ranking:
-    """The `count` best of every token, in at most `slots` slots: its local resource, which stands as `chunk`, first
-    where there is one, then by score."""
-    scores, available, local, _ = choices
-    local_first = local is not None
-    slots = min(slots, scores.shape[-1] + local_first)
-    best, index = top_resources(scores, available, slots - local_first, count - local_first)
+def rank(candidates: Candidates, count: Int[Array, "b L"]) -> Ranking:
+    """The `count` best of every token: its local resource first where there is one, then by score."""
+    local_first = candidates.local is not None
+    slots = min(candidates.slots, candidates.scores.shape[-1] + local_first)
+    best, index = top_resources(candidates.scores, candidates.available, slots - local_first, count - local_first)
     if local_first:
-        best = jnp.concatenate([local[..., None], best], axis=-1)
-        index = jnp.concatenate([chunk[..., None], index], axis=-1)
-    return Ranking(best, index, None)
-
-
-def shares(
-    choices: Choices, purse: Int[Array, "b L"], share: float, num_experts: int
-) -> list[tuple[Choices, Int[Array, "b L"]]]:
-    """Chunks and experts apart, and how many of each a token gets; what one kind leaves over, the other does not get.
-
-    The local resource is bought before any other, so a token with a budget of 1 gets no expert.
-    """
-    (chunks, rows), (open_chunks, open_rows) = choices.kinds(num_experts)
-    local = 0 if choices.local is None else 1
-    for_experts = jnp.clip(jnp.floor(share * purse + 1e-4).astype(jnp.int32), 0, jnp.maximum(purse - local, 0))
-    experts = jnp.minimum(for_experts, open_rows.sum(-1))
-    context = jnp.minimum(purse - for_experts, open_chunks.sum(-1) + local)
-    return [
-        (choices._replace(scores=chunks, available=open_chunks), context),
-        (choices._replace(scores=rows, available=open_rows, local=None), experts),
-    ]
-
-
-class Kind(NamedTuple):
-    """Chunks or experts, ranked for themselves."""
-
-    ranking: Ranking
-    count: Int[Array, "b L"]
-
-
-def one_after_the_other(
-    context: Kind, experts: Kind, budget: Float[Array, "b L"], share: float, slots: int, num_chunks: int
-) -> tuple[Ranking, Purchase]:
-    """The chunks of every token, then its experts, each kind paid from its own share of the budget."""
-    slot = jnp.arange(slots)
-    is_context = slot < context.count[..., None]
-    place = jnp.where(is_context, slot, slot - context.count[..., None])
-
-    def join(x: Num[Array, "b L c"], y: Num[Array, "b L e"]) -> Num[Array, "b L K"]:
-        both = jnp.concatenate([x, y], axis=-1)
-        index = jnp.where(is_context, place, jnp.minimum(x.shape[-1] + place, both.shape[-1] - 1))
-        return jnp.take_along_axis(both, index, axis=-1)
-
-    ranking = Ranking(
-        join(context.ranking.scores, experts.ranking.scores),
-        join(context.ranking.resource, num_chunks + experts.ranking.resource),
-        context.ranking.log_partition,
-    )
-    paid_from = jnp.where(is_context, 1 - share, share) * budget[..., None]
-    return ranking, Purchase(context.count + experts.count, paid_from, place + 1)
-
-
-def log_affordability(budget: Float[Array, "..."], cost: Num[Array, "..."]) -> Float[Array, "..."]:
-    """log P(i can afford its k-th item) = log sigma(B_i - cost), what its first k items cost together: k, where every
-    item has price 1 (eq 11; AA-18, AA-19)."""
-    return jax.nn.log_sigmoid(budget - cost)
+        best = jnp.concatenate([candidates.local[..., None], best], axis=-1)
+        index = jnp.concatenate([candidates.own[..., None], index], axis=-1)
+    return Ranking(best, index)
 
 
 def top_resources(
@@ -175,6 +242,36 @@ def top_resources(
     return best, index
 
 
+def pay(
+    prices: Float[Array, "b L K"], budget: Int[Array, "b L"], most: Int[Array, "b L"]
+) -> tuple[Int[Array, "b L"], Float[Array, "b L K"]]:
+    """How many of the ranked a budget pays for, at most `most`; and what each costs together with those before it."""
+    cost = jnp.cumsum(prices, axis=-1)
+    slots = jnp.arange(1, prices.shape[-1] + 1)
+    return ((cost <= budget[..., None] + 1e-4) & (slots <= most[..., None])).sum(-1), cost
+
+
+def afford(
+    ranking: Ranking, count: Int[Array, "b L"], budget: Float[Array, "b L #K"], cost: Num[Array, "*#b K"]
+) -> Allocation:
+    """The first `count` of the ranked resources, with log P = log sigma(B_i - k) + r (eq 14-15; AA-20, AA-21).
+
+    Args:
+      budget: the real budget that each is paid from.
+      cost: of each together with those before it that are paid from the same: k, where every price is 1.
+    """
+    used = jnp.arange(1, ranking.scores.shape[-1] + 1) <= count[..., None]
+    # Unused slots may hold -inf: replaced before use, so that no gradient meets it.
+    score = jnp.where(used, ranking.scores, 0.0)
+    return Allocation(ranking.resource, jnp.where(used, log_affordability(budget, cost) + score, 0.0), count)
+
+
+def log_affordability(budget: Float[Array, "..."], cost: Num[Array, "..."]) -> Float[Array, "..."]:
+    """log P(i can afford its k-th item) = log sigma(B_i - cost), what its first k items cost together: k, where every
+    item has price 1 (eq 11; AA-18, AA-19)."""
+    return jax.nn.log_sigmoid(budget - cost)
+
+
 def log_partition(
     scores: Float[Array, "b L A"], available: Bool[Array, "b L A"], local: Float[Array, "b L"] | None
 ) -> Float[Array, "b L"]:
@@ -187,21 +284,3 @@ def log_partition(
     exists = jnp.isfinite(scores).any(-1)
     scores = jnp.where(exists[..., None], scores, 0.0)
     return jnp.where(exists, jax.nn.logsumexp(scores, axis=-1), 0.0)
-
-
-def allocate(
-    ranking: Ranking,
-    bought: Purchase,
-    scale: BiasScale = "unnormalized",
-) -> Allocation:
-    """What was bought of the ranked resources, with log P = log sigma(B_i - k) + r (eq 14-15; AA-20, AA-21).
-
-    `normalized` subtracts the partition, which the ranking must then have.
-    """
-    used = jnp.arange(1, ranking.scores.shape[-1] + 1) <= bought.count[..., None]
-    # Unused slots may hold -inf: replaced before use, so that no gradient meets it.
-    score = jnp.where(used, ranking.scores, 0.0)
-    if scale == "normalized":
-        score = score - ranking.log_partition[..., None]
-    log_prob = jnp.where(used, log_affordability(bought.budget, bought.cost) + score, 0.0)
-    return Allocation(ranking.resource, log_prob, bought.count)

@@ -9,16 +9,98 @@ Shapes: b rows, L tokens per row, d width. Everything here is float32 (decision 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from aamoe_jax.mixers.base import BudgetMode
+
 PREDICTOR_WIDTH = 64
 """Hidden units of the causal predictor that is trained beside `row` budgets."""
 CAPPED = ("prefix", "predictor")
 """Budgets whose running spend is bounded online (decision 23)."""
+UNBOUNDED = 2**30
+"""More than any budget."""
+
+
+class Budget(NamedTuple):
+    """What every token may spend."""
+
+    real: Float[Array, "b L"]
+    """B b_i, which carries the gradient."""
+    wanted: Int[Array, "b L"]
+    """Its floor."""
+    granted: Int[Array, "b L"]
+    """B_i: the floor, less what is of no use to the token, and what the cap takes."""
+    log_mean: Float[Array, "b 2"] | None = None
+    """In decoding: see `next_prefix_budget`."""
+
+
+def budget_of_rows(
+    mode: BudgetMode,
+    signal: Float[Array, "b L"],
+    limit: Int[Array, "b L"],
+    segment_ids: Int[Array, "b L"],
+    beta: Float[Array, ""] | float,
+    slack: int,
+) -> Budget:
+    """Budgets of all tokens of whole rows (AA-11).
+
+    Args:
+      signal: importance w_B . h; of `predictor` modes the real budgets that are predicted.
+      limit: the most that is of use to a token.
+    """
+    real = segment_ids > 0
+    if mode == "prefix":
+        budget = prefix_budgets(signal, segment_ids, beta)
+    elif mode == "row":
+        budget = row_budgets(signal, real, beta)
+    else:
+        budget = jnp.where(real, signal, 0.0)
+    wanted = floor_row_budgets(budget) if mode == "row" else floor_causal_budgets(budget)
+    granted = jnp.where(real, jnp.minimum(wanted, limit), 0)
+    if mode in CAPPED:
+        granted = cap_spending(granted, real, beta, slack)
+    return Budget(budget, wanted, granted)
+
+
+def next_budget(
+    mode: BudgetMode,
+    signal: Float[Array, "b 1"],
+    limit: Int[Array, "b 1"],
+    positions: Int[Array, "b 1"],
+    beta: Float[Array, ""],
+    slack: int,
+    log_mean: Float[Array, "b 2"],
+    spent: Int[Array, "b"],
+) -> Budget:
+    """`budget_of_rows` of one more token in every row, from the running mean and what was spent before it."""
+    if mode == "prefix":
+        budget, log_mean = next_prefix_budget(signal, log_mean, positions, beta)
+    else:
+        budget = signal
+    wanted = floor_causal_budgets(budget)
+    granted = jnp.minimum(wanted, limit)
+    if mode in CAPPED:
+        # Where the dial was turned down, more may have been spent than is allowed by now.
+        granted = jnp.clip(total_allowance(positions + 1, beta, slack) - spent[:, None], 0, granted)
+    return Budget(budget, wanted, granted, log_mean)
+
+
+def most_pairs(mode: BudgetMode, rows: int, length: int, slots: int, beta: float, slack: int) -> int:
+    """Static bound on the pairs of rows: sum_i B_i <= B in a row, plus the slack of causal budgets (decision 26).
+
+    Args:
+      beta: the largest that it may become.
+    """
+    if mode == "predictor_uncapped":
+        return rows * length * slots
+    per_row = math.floor(beta * length + 0.5) + (0 if mode == "row" else slack)
+    return rows * min(per_row, length * slots)
 
 
 def bounded(importance: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
@@ -28,6 +110,14 @@ def bounded(importance: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
     certain finds nothing: without bounds, budgets run together into the few tokens that are well served already.
     """
     return math.log(2) * jnp.tanh(importance / math.log(2))
+
+
+IMPORTANCE: Mapping[str, Callable[[Float[Array, "*tokens"]], Float[Array, "*tokens"]]] = {
+    "learned": lambda importance: importance,
+    "bounded": bounded,
+    "uniform": jnp.zeros_like,
+}
+"""What w_B . h becomes (`BudgetConfig.importance`)."""
 
 
 def row_budgets(

@@ -70,7 +70,7 @@ class Cache(NamedTuple):
         return scores.reshape(*query.shape[:1], query.shape[2], self.key.shape[1], -1)
 
 
-def empty_cache(config: ModelConfig, rows: int, length: int) -> Cache:
+def new_cache(config: ModelConfig, rows: int, length: int) -> Cache:
     """Room for `length` tokens, rounded up to whole pages."""
     chunk_size, width = config.aamoe.chunk_size, config.d_model
     pages = (rows, -(-length // chunk_size), chunk_size, width)

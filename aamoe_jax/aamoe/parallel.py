@@ -21,39 +21,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from aamoe_jax.aamoe.allocation import Allocation
+from aamoe_jax.aamoe.attend import Found, Given, Options, Softmax, attend_here
+from aamoe_jax.aamoe.budget import most_pairs
+from aamoe_jax.aamoe.resources import LOCAL
+from aamoe_jax.aamoe.router import Heads
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Rotation, flatten_tokens, rotate_heads
-from aamoe_jax.shards import RESOURCE, Shards
+from aamoe_jax.mixers.base import Context
+from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS, Shards
 from pallas_kernels.block_sparse_attention import Pairs, Window, block_sparse_attention
-
-
-class Softmax(NamedTuple):
-    """Attention over some keys, and the log-sum-exp of its scores: -inf where there are none."""
-
-    output: Float[Array, "b s H k"]
-    lse: Float[Array, "b s H"]
-
-
-class Routed(NamedTuple):
-    """Attention to the routed resources, of all shards together."""
-
-    attention: Softmax
-    mass: Float[Array, "b s K"]
-    """Share of the attention on each slot: the mean over heads on its shard, times the mean share of that shard."""
-    overflow: Int[Array, ""]
-    """Pairs that this shard dropped, being past its bound."""
-
-
-class Given(NamedTuple):
-    """What the tokens of rows were given: the row's index of every resource (chunks, then experts), and its bias."""
-
-    resource: Int[Array, "b L K"]
-    bias: Float[Array, "b L K"]
-    count: Int[Array, "b L"]
-
-    def visible(self, prefix_of: Int[Array, "L"], m: int) -> Int[Array, "b L K"]:
-        """How many keys of every resource its token sees; of chunk `prefix_of`, those up to itself."""
-        offset = jnp.arange(len(prefix_of)) % m
-        return jnp.where(self.resource == prefix_of[:, None], offset[:, None] + 1, m)
 
 
 class Home(NamedTuple):
@@ -64,25 +41,69 @@ class Home(NamedTuple):
     """In the table of that shard: chunks of all rows, then its experts."""
 
 
+def attend(
+    heads: Heads, allocation: Allocation, context: Context, config: ModelConfig, max_score: Float[Array, ""] | None
+) -> Found:
+    """softmax(q . k / sqrt(k) + log P) v over the keys of all resources of a token, wherever they are.
+
+    Of the tokens that attend together. Mass is of the tokens here, 0 in unused slots.
+
+    Args:
+      max_score: what no score exceeds, where norms bound it.
+    """
+    shards, layer, local = context.shards, config.aamoe, LOCAL[config.aamoe.local]
+    # eq 15-16, AA-21
+    bias = allocation.log_prob if layer.bias == "log_prob" else jnp.zeros_like(allocation.log_prob)
+    slots, beta = allocation.resource.shape[-1] - local.window, max(config.betas) * context.max_scale
+    pairs = most_pairs(context.budget, *context.segment_ids.shape, slots, beta, layer.budget.slack)
+    options = Options(config, local, pairs, max_score)
+    given = Given(*(shards.gather(x, TOKENS) for x in (allocation.resource, bias, allocation.count)))
+    found = (attend_here if shards.resource == 1 else attend_everywhere)(heads, given, context, options)
+    mass = shards.scatter_sum(found.mass, TENSOR) / shards.tensor  # the mean over heads
+    used = jnp.arange(mass.shape[-1]) < allocation.count[..., None]
+    # Every part of the heads has the same pairs.
+    return Found(found.attention, jnp.where(used, mass, 0), found.overflow / shards.tensor)
+
+
+def attend_everywhere(heads: Heads, given: Given, context: Context, options: Options) -> Found:
+    """`attend_here` where resources are divided."""
+    shards, m = context.shards, heads.expert_key.shape[1]
+    how = {"max_score": options.max_score, "kernel": options.config.kernel}
+    window, rest = given.without_window(options.local)
+    chunks, experts = (heads.key, heads.value), (heads.expert_key, heads.expert_value)
+    visible, turn = rest.visible(options.local, m), context.turns(options.config).heads
+    routed = routed_attention(
+        heads.query, chunks, experts, rest, visible, turn, shards, max_pairs=options.max_pairs, **how
+    )
+    if window is None:
+        return routed
+    window = shards.part(window, RESOURCE)
+    near = window_attention(heads.rotated_query, chunks, window, context.segment_ids, shards, m=m, **how)
+    whole = merge(routed.attention, near)
+    left = jax.lax.stop_gradient(jnp.exp(routed.attention.lse - whole.lse)).mean(-1, keepdims=True)
+    return Found(whole, jnp.concatenate([1.0 - left, left * routed.mass], axis=-1), routed.overflow)
+
+
 def routed_attention(
     query: Float[Array, "b s H k"],
     chunks: tuple[Float[Array, "b s H k"], Float[Array, "b s H k"]],
     experts: tuple[Float[Array, "e m H k"], Float[Array, "e m H k"]],
     given: Given,
-    prefix_of: Int[Array, "L"],
+    visible: Int[Array, "b L K"],
     turn: Rotation,
     shards: Shards,
     *,
     max_pairs: int,
     max_score: Float[Array, ""] | None,
     kernel: str | None,
-) -> Routed:
-    """Attention of the tokens here to the resources of all shards.
+) -> Found:
+    """Attention of the tokens here to the resources of all shards. The mass of a slot is the mean over heads on its
+    shard, times the mean share of that shard; overflow is of the pairs of this shard, past its bound.
 
     Args:
       query: not rotated.
       chunks, experts: keys (those of chunks rotated) and values.
-      prefix_of: see `Given.visible`.
+      visible: see `Given.visible`.
       turn: rotations of all tokens of the row.
       max_pairs: static bound on the pairs of all tokens.
     """
@@ -90,7 +111,7 @@ def routed_attention(
     query = shards.gather(query, RESOURCE)
     bound = pair_bound(max_pairs, shards)
     home = home_of(given.resource, count, len(experts[0]), shards)
-    pairs, place = _pairs_here(given, given.visible(prefix_of, m), home)
+    pairs, place = _pairs_here(given, visible, home)
     spread = [_spread(x.reshape(len(x), count, m, *x.shape[2:]), shards) for x in chunks]
     keys, values = (jnp.concatenate([x, y.astype(x.dtype)]) for x, y in zip(spread, experts, strict=True))
     found = block_sparse_attention(
@@ -108,7 +129,7 @@ def routed_attention(
     output, lse, mass = (x.reshape(*query.shape[:2], *x.shape[1:]) for x in found)
     merged, share = _merge(Softmax(output, lse), shards)
     mass = jnp.where(_at(place), mass[..., None, :], 0).sum(-1) * jax.lax.stop_gradient(share).mean(-1, keepdims=True)
-    return Routed(merged, shards.scatter_sum(mass, RESOURCE), jnp.maximum(pairs.count.sum() - bound, 0))
+    return Found(merged, shards.scatter_sum(mass, RESOURCE), jnp.maximum(pairs.count.sum() - bound, 0))
 
 
 def window_attention(
@@ -130,8 +151,8 @@ def window_attention(
       segment_ids: documents of whole rows.
     """
     rows, s = query.shape[:2]
-    before = [(i, i + 1) for i in range(shards.resource - 1)]  # the first part gets zeros, of no document
-    key, value = (jnp.concatenate([jax.lax.ppermute(x[:, -m:], RESOURCE, before), x], axis=1) for x in chunks)
+    # The first part gets zeros, of no document.
+    key, value = (jnp.concatenate([shards.end_of_part_before(x, m), x], axis=1) for x in chunks)
     query = jnp.pad(query, ((0, 0), (m, 0), (0, 0), (0, 0)))
     bias = jnp.pad(bias, ((0, 0), (m, 0)), constant_values=-jnp.inf)
     start = jax.lax.axis_index(RESOURCE) * s
@@ -153,7 +174,7 @@ def window_attention(
     return Softmax(*(x.reshape(rows, s + m, *x.shape[1:])[:, m:] for x in found[:2]))
 
 
-def together(one: Softmax, other: Softmax) -> Softmax:
+def merge(one: Softmax, other: Softmax) -> Softmax:
     """One softmax over the keys of both."""
     top = _finite(jax.lax.stop_gradient(jnp.maximum(one.lse, other.lse)))
     weights = [jnp.exp(part.lse - top) for part in (one, other)]

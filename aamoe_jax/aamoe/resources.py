@@ -6,8 +6,38 @@ R = b l + E resources, d width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from aamoe_jax.config import AAMoEConfig
+from aamoe_jax.mixers.base import Context
+
+
+class Local(NamedTuple):
+    """What a token sees of its own neighbourhood (`AAMoEConfig.local`; decisions 03, 04)."""
+
+    first: bool = False
+    """It is rank 1, bought before any other resource."""
+    window: bool = False
+    """It is the last m tokens, self included, whatever chunks they are in."""
+    routed: bool = False
+    """It is the own chunk up to the token, which competes like any other."""
+
+    def partial_chunk(self, own: Int[Array, "*tokens"]) -> Int[Array, "*tokens"]:
+        """The chunk of which a token sees a prefix alone: its own up to itself; with a window, of the one before what
+        the window leaves over (keys in both would count twice)."""
+        return own - 1 if self.window else own
+
+
+LOCAL: Mapping[str, Local] = {
+    "window": Local(first=True, window=True),
+    "chunk": Local(first=True),
+    "routed": Local(routed=True),
+    "none": Local(),
+}
 
 
 def representation_tensor(context: Float[Array, "b L *d"], experts: Float[Array, "E m *d"]) -> Float[Array, "R m *d"]:
@@ -42,8 +72,31 @@ def available_chunks(
     return earlier & same & (segment > 0)[..., None]
 
 
+def chunks_of_rows(config: AAMoEConfig, context: Context) -> Bool[Array, "b s l"]:
+    """Which chunks the tokens that attend together may choose: without routed context none.
+
+    Raises:
+      ValueError: rows are not whole chunks.
+    """
+    m, length = config.chunk_size, context.segment_ids.shape[1]
+    if length % m:
+        raise ValueError(f"rows of {length} tokens are not whole chunks of {m}: pad h and the context (`whole_chunks`)")
+    index = jnp.arange(length)
+    index, segment = (
+        context.rows_to_attending(x) for x in (jnp.broadcast_to(index, context.segment_ids.shape), context.segment_ids)
+    )
+    chunks = available_chunks(index // m, segment, chunk_ends(context.segment_ids, m))
+    return chunks & (config.context == "routed")
+
+
 def flat_index(resource: Int[Array, "b L K"], num_chunks: int) -> Int[Array, "b L K"]:
     """Index into the representation tensor of all rows, from the row's own index (chunks 0..l-1, experts l..l+E-1)."""
     rows = resource.shape[0]
     row = jnp.arange(rows)[:, None, None]
     return jnp.where(resource < num_chunks, resource + row * num_chunks, resource + (rows - 1) * num_chunks)
+
+
+def whole_chunks(x: Array, chunk_size: int) -> Array:
+    """Rows padded with zeros at their ends to a multiple of `chunk_size`: [b, L, ...] -> [b, l m, ...]."""
+    extra = -x.shape[1] % chunk_size
+    return jnp.pad(x, ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))) if extra else x

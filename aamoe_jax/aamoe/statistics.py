@@ -1,50 +1,75 @@
 """What a layer spent, and on what (AA-25): sums that add up over micro-batches, and the figures made of them.
 
-Every value is a sum over the real tokens of a batch (`max_budget`: the largest), so that statistics of several
-micro-batches combine exactly. In a model each has a leading axis over the AA-MoE layers.
+`max_budget` is the largest value. In a model each has a leading axis over the AA-MoE layers.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from aamoe_jax.aamoe.allocation import Allocation
-from aamoe_jax.mixers.base import Statistics
-from aamoe_jax.shards import max_over_all, sum_over_all
+from aamoe_jax.aamoe.allocation import Allocation, Allocator, Candidates
+from aamoe_jax.aamoe.attend import Found
+from aamoe_jax.aamoe.budget import Budget, floor_causal_budgets, predictor_loss
+from aamoe_jax.aamoe.router import Heads
+from aamoe_jax.mixers.base import Context, Statistics
+from aamoe_jax.mixers.statistics import expert_use
 
-MAXIMA = ("max_budget", "logit_absmax")
-"""What is a largest value, and not a sum."""
+
+class Steps(NamedTuple):
+    """What a layer finds on its way to its output."""
+
+    heads: Heads
+    candidates: Candidates
+    budget: Budget
+    allocation: Allocation
+    found: Found
+
+
+def of_layer(steps: Steps, context: Context, predicted: Float[Array, "b n"] | None, allocator: Allocator) -> Statistics:
+    """What one layer spent, and what `Context.detail` asks for.
+
+    Args:
+      predicted: real budgets that the predictor guesses, where it is trained beside those of the row.
+    """
+    _, candidates, budget, allocation, found = steps
+    about = spending(allocation, found.mass, budget.wanted, candidates, context)
+    about["overflow"] = found.overflow
+    if predicted is not None:
+        about |= prediction(predicted, floor_causal_budgets(predicted), budget.wanted, context.real, candidates.slots)
+        about["predictor_loss"] = predictor_loss(predicted, budget.wanted, context.real, candidates.slots)
+    if context.detail != "sums":
+        about |= {"spent": allocation.count, "budget": budget.real}
+    if context.detail == "resources":
+        # The log probability of unused slots is set to 0, so that theirs reads 1: it means nothing.
+        probability = jnp.exp(allocator(candidates.normalized(), budget).log_prob)
+        about |= {"resource": allocation.resource, "mass": found.mass, "probability": probability}
+    return about
 
 
 def spending(
     allocation: Allocation,
     mass: Float[Array, "b L K"],
     wanted: Int[Array, "b L"],
-    real: Bool[Array, "b L"],
-    capacity: Float[Array, ""],
-    *,
-    num_chunks: int,
-    num_experts: int,
-    local_first: bool,
+    candidates: Candidates,
+    context: Context,
 ) -> Statistics:
     """Sums over one layer's allocation.
 
     Args:
-      mass: attention mass of each slot, mean over heads; where resources are divided over a mesh, see
-        `parallel.Routed`.
+      mass: attention mass of each slot, mean over heads.
       wanted: floored budgets before availability, slots and cap cut them; the cut is `clipped` (AA-27), and with it
         what prices above 1 took.
-      capacity: B summed over rows.
-      local_first: slot 0 is the local resource (a window, or the own chunk).
     """
+    real, num_chunks = context.real, candidates.num_chunks
+    num_experts = candidates.scores.shape[-1] - num_chunks
     slots = allocation.resource.shape[-1]
     used = (jnp.arange(slots) < allocation.count[..., None]) & real[..., None]
-    is_local = (jnp.arange(slots) == 0) & local_first
+    is_local = (jnp.arange(slots) == 0) & (candidates.local is not None)
     kinds = {
         "local": used & is_local,
         "context": used & ~is_local & (allocation.resource < num_chunks),
@@ -54,7 +79,7 @@ def spending(
     load = jnp.zeros(num_experts + 1).at[expert.reshape(-1)].add(1.0)[:num_experts]
     result = {
         "tokens": real.sum().astype(jnp.float32),
-        "capacity": capacity,
+        "capacity": context.beta * real.sum().astype(jnp.float32),
         "clipped": jnp.where(real, wanted - allocation.count, 0).sum().astype(jnp.float32),
         "zero": (real & (allocation.count == 0)).sum().astype(jnp.float32),
         "one": (real & (allocation.count == 1)).sum().astype(jnp.float32),
@@ -93,16 +118,6 @@ def prediction(
     return jax.lax.stop_gradient(result)
 
 
-def combine(left: Statistics, right: Statistics) -> Statistics:
-    """Statistics of two micro-batches together."""
-    return {name: jnp.maximum(left[name], right[name]) if name in MAXIMA else left[name] + right[name] for name in left}
-
-
-def over_all_devices(statistics: Statistics) -> Statistics:
-    """Statistics of the tokens of all devices, inside `jax.shard_map`."""
-    return {name: max_over_all(value) if name in MAXIMA else sum_over_all(value) for name, value in statistics.items()}
-
-
 def summarize(statistics: Statistics) -> dict[str, Any]:
     """Figures per layer, on the host: lists with one float per AA-MoE layer.
 
@@ -111,8 +126,6 @@ def summarize(statistics: Statistics) -> dict[str, Any]:
     expert load over its maximum log E (1: all experts equally used); `dead_experts` the share of experts that nobody
     chose; `predictor_affords` one list per layer, its k-th figure the accuracy of [B_i >= k].
     """
-    if not statistics:
-        return {}
     s = {name: np.asarray(value, np.float64) for name, value in statistics.items()}
     tokens = np.maximum(s["tokens"], 1)
     pairs = sum(s[f"pairs_{kind}"] for kind in ("local", "context", "expert"))
@@ -138,10 +151,3 @@ def summarize(statistics: Statistics) -> dict[str, Any]:
         result["predictor_total"] = s["predictor_total"] / np.maximum(s["capacity"], 1)
         result["predictor_affords"] = s["predictor_affords"] / tokens[..., None]
     return {name: value.tolist() for name, value in result.items()}
-
-
-def expert_use(load: Float[np.ndarray, "n E"]) -> tuple[Float[np.ndarray, "n"], Float[np.ndarray, "n"]]:
-    """Of the loads of experts: entropy over its maximum log E, and the share of experts without any."""
-    share = load / np.maximum(load.sum(-1, keepdims=True), 1)
-    entropy = -np.sum(share * np.log(np.where(share > 0, share, 1)), axis=-1)
-    return entropy / np.log(max(load.shape[-1], 2)), np.mean(load == 0, axis=-1)

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from aamoe_jax.config import ConfigError, MixerName, ModelConfig
+from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.evaluation.perplexity import causal_budget
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.model import LanguageModel, Period, dials_of_periods, merge, structure
@@ -61,7 +61,7 @@ class MappedLayer(NamedTuple):
 
     layer: int
     """Counted from 0."""
-    mixer: MixerName
+    mixer: str
     attention: Float[np.ndarray, "H L L"]
 
 
@@ -80,7 +80,7 @@ def attention_maps(config: ModelConfig, params: dict[str, Any], tokens: Int[np.n
     return [MappedLayer(*block, attention[0]) for block, attention in zip(blocks, maps, strict=True)]
 
 
-def mapped_blocks(config: ModelConfig) -> list[tuple[int, MixerName]]:
+def mapped_blocks(config: ModelConfig) -> list[tuple[int, str]]:
     """The layers, counted from 0, and mixers whose statistics hold an attention map, in the order of the stack."""
 
     def statistics() -> tuple[dict[str, Array], ...]:

@@ -21,32 +21,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
 
-from aamoe_jax.config import ConfigError, MixerName, ModelConfig
+from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.cost import parameter_count
-from aamoe_jax.mixers.registry import build_mixer
+from aamoe_jax.mixers.build import build_mixer
+from aamoe_jax.registry import MIXERS, Activation
 
 Params = Mapping[str, Any]
-Activation = Literal["softmax", "relu", "swiglu", "root", "gated_root"]
-"""Of the products of input and patterns: over all neurons (`softmax`), each for itself (`relu`), times that of a gate
-(`swiglu`), as they are over the root of the number of neurons (`root`), or both of the latter (`gated_root`)."""
-HEADS: Mapping[MixerName, Activation] = {
-    "aamoe": "softmax",
-    "mixture_of_depths": "softmax",
-    "parallel": "softmax",
-    "all_attention": "softmax",
-    "attention": "softmax",
-    "local_attention": "softmax",
-    "strided_attention": "softmax",
-    "sink_attention": "softmax",
-    "filtered_attention": "softmax",
-    "clustered_attention": "softmax",
-    "sqrt_attention": "root",
-    "gated_attention": "gated_root",
-}
-"""The activation of heads whose neurons are made of the layer's input, by mixer."""
-READABLE: tuple[MixerName, ...] = (*HEADS, "mlp", "feed_forward", "swiglu", "moe", "switch", "relu_moe")
-"""Mixers that are networks of neurons. The others weigh tokens by products with something else than their input, or
-by no activation of these products alone."""
 
 
 class Neurons(NamedTuple):
@@ -182,7 +162,7 @@ def heads_of(part: Params, config: ModelConfig) -> Heads:
 
 
 def as_neurons(
-    name: MixerName,
+    name: str,
     mixer: Params,
     config: ModelConfig,
     x: Float[np.ndarray, "n d"] | None = None,
@@ -199,9 +179,9 @@ def as_neurons(
       positions: in the document; None: 0, 1, 2, ...
 
     Raises:
-      ConfigError: the mixer is none of READABLE.
+      ConfigError: the mixer is not readable (`registry.Entry`).
     """
-    if name not in READABLE:
+    if not MIXERS[name].readable:
         raise ConfigError(
             f"mixer {name!r} cannot be read as neurons, whose weights follow from products with its input"
         )
@@ -210,7 +190,7 @@ def as_neurons(
     found: dict[str, Neurons] = {}
     for part in _parts(mixer):
         if "qkv" in part:
-            found["heads"] = _grown_heads(part, config, HEADS[name], x, positions)
+            found["heads"] = _grown_heads(part, config, MIXERS[name].heads, x, positions)
         for rows, label in (("memory", "memory"), ("expert", "experts")):
             if f"{rows}_keys" in part:
                 found[label] = _persistent(part, config, rows)
@@ -224,7 +204,7 @@ def as_neurons(
     return found
 
 
-def mixers_of(params: Params, config: ModelConfig) -> Iterator[tuple[int, MixerName, Params]]:
+def mixers_of(params: Params, config: ModelConfig) -> Iterator[tuple[int, str, Params]]:
     """Every mixer of a model in order: its layer, counted from 0, its name and its parameters."""
     blocks = params["periods"]["blocks"]
     for period in range(config.periods):
@@ -288,7 +268,7 @@ class Rank(NamedTuple):
     """Sum of squared singular values over the largest squared: directions that matter."""
 
 
-def ranks(name: MixerName, mixer: Params, config: ModelConfig) -> dict[str, list[Rank]]:
+def ranks(name: str, mixer: Params, config: ModelConfig) -> dict[str, list[Rank]]:
     """The rank of what every network of a layer can write to the residual stream (PM-14).
 
     Of heads that of W^M_i, since messages of tokens are in its row space.
@@ -315,7 +295,7 @@ def _product_spectrum(left: Float[np.ndarray, "d k"], right: Float[np.ndarray, "
     return np.linalg.svd(np.linalg.qr(left)[1] @ np.linalg.qr(right.T)[1].T, compute_uv=False)
 
 
-def parameters(name: MixerName, config: ModelConfig) -> int:
+def parameters(name: str, config: ModelConfig) -> int:
     """Parameters of one mixer (PM-07). None is made."""
     return parameter_count(_shapes(name, config))
 
@@ -328,7 +308,7 @@ def static_neurons(config: ModelConfig) -> int:
 def neurons_per_token(config: ModelConfig, messages: Literal["all", "distinct"] = "all") -> int:
     """Neurons that a token adds to the heads of the stack; `distinct`: groups of heads with tied values count once."""
     heads = config.num_heads if messages == "all" else config.kv_heads
-    return heads * config.periods * sum(name in HEADS for _, name in config.mixers)
+    return heads * config.periods * sum(MIXERS[name].heads is not None for _, name in config.mixers)
 
 
 def crossover(config: ModelConfig, messages: Literal["all", "distinct"] = "all") -> int:
@@ -361,7 +341,7 @@ def likely_tokens(
     return np.argsort(-logits, axis=-1, kind="stable")[..., :count]
 
 
-def _learned(name: MixerName, config: ModelConfig) -> int:
+def _learned(name: str, config: ModelConfig) -> int:
     total = 0
     for part in _parts(_shapes(name, config)):
         for rows in ("memory_keys", "expert_keys"):
@@ -376,7 +356,7 @@ def _learned(name: MixerName, config: ModelConfig) -> int:
     return total
 
 
-def _shapes(name: MixerName, config: ModelConfig) -> Params:
+def _shapes(name: str, config: ModelConfig) -> Params:
     """The parameters of a mixer, without their numbers."""
     return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: build_mixer(name, config, rngs=nnx.Rngs(0)))))
 

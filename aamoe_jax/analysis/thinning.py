@@ -20,15 +20,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax.analysis import clusters
-from aamoe_jax.config import ConfigError, MixerName, ModelConfig
-from aamoe_jax.evaluation.perplexity import Evaluation, causal_budget, evaluate
+from aamoe_jax.config import ConfigError, ModelConfig
+from aamoe_jax.evaluation.perplexity import Evaluation, Evaluator, causal_budget
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.model import Block, dials_of_periods, merge, structure
 from aamoe_jax.patterns import mixers_of
 
 Batch = dict[str, Int[np.ndarray, "b L"]]
 Params = dict[str, Any]
-STANDARD: MixerName = "attention"
+STANDARD: str = "attention"
 
 
 def filtered(config: ModelConfig, threshold: float) -> ModelConfig:
@@ -43,7 +43,7 @@ def clustered(config: ModelConfig, count: int, kept: int) -> ModelConfig:
     return _with_attention(dataclasses.replace(config, attention=attention), "clustered_attention")
 
 
-def renamed(params: Params, config: ModelConfig, name: MixerName) -> Params:
+def renamed(params: Params, config: ModelConfig, name: str) -> Params:
     """Parameters of standard attention as those of another mixer that has the same."""
     new, blocks = _names_with(name, config), params["periods"]["blocks"]
     return params | {"periods": {"blocks": {new.get(old, old): block for old, block in blocks.items()}}}
@@ -140,15 +140,15 @@ def _record(found: Evaluation, whole: Evaluation, share: str) -> dict[str, float
 def _evaluated(
     params: Params, config: ModelConfig, batches: Sequence[Batch], byte_lengths: Int[np.ndarray, "V"]
 ) -> Evaluation:
-    return evaluate(structure(config), params, config, batches, byte_lengths, budget=causal_budget(config))
+    return Evaluator(structure(config), config, budget=causal_budget(config))(params, batches, byte_lengths)
 
 
-def _names_with(name: MixerName, config: ModelConfig) -> dict[str, str]:
+def _names_with(name: str, config: ModelConfig) -> dict[str, str]:
     """What blocks of standard attention are called once it is another mixer, by what they are called now."""
     return {f"{at}_{STANDARD}": f"{at}_{name}" for at, (_, mixer) in enumerate(config.mixers) if mixer == STANDARD}
 
 
-def _with_attention(config: ModelConfig, name: MixerName) -> ModelConfig:
+def _with_attention(config: ModelConfig, name: str) -> ModelConfig:
     """Raises ConfigError where there is no standard attention."""
     if not config.layers_of(STANDARD):
         raise ConfigError(

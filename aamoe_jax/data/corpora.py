@@ -97,7 +97,7 @@ def builtin_corpus(name: str, cache_dir: Path) -> Corpus:
     if name not in corpora:
         raise DataError(
             f"--domain={name!r}: there are {', '.join(corpora)} and tfds:NAME; for your own files: "
-            "`python -m launch.prepare --text='DIR/**/*.txt' --name=NAME`"
+            "`aamoe prepare --text='DIR/**/*.txt' --name=NAME`"
         )
     return corpora[name]
 

@@ -54,7 +54,7 @@ def require(cache_dir: Path, download: Download, *, domain: str) -> Path:
     """The folder of a finished download."""
     folder = cache_dir / download.folder
     if not folder.is_dir():
-        raise DataError(f"{domain}: {folder} is not there; fetch it with `python -m launch.prepare --domain={domain}`")
+        raise DataError(f"{domain}: {folder} is not there; fetch it with `aamoe prepare --domain={domain}`")
     return folder
 
 
@@ -88,5 +88,5 @@ def _run(command: list[str], domain: str, folder: Path) -> None:
 def _alternative(domain: str) -> str:
     return (
         "Without network, pip or apt-get (`apt-get update` once on a new machine), use --domain=code, or your own "
-        f"files: `python -m launch.prepare --text='DIR/**/*.txt' --name=my_{domain}`"
+        f"files: `aamoe prepare --text='DIR/**/*.txt' --name=my_{domain}`"
     )

@@ -38,7 +38,7 @@ def prepare_command(config: DataConfig, name: str) -> str:
     known = name in ("code", "books", "papers") or name.startswith("tfds:")
     what = f"--domain={name}" if known else f"--text='DIR/**/*.txt' --name={name}"
     return (
-        f"python -m launch.prepare {what} --data_dir={config.data_dir} --tokenizer={config.tokenizer} "
+        f"aamoe prepare {what} --data_dir={config.data_dir} --tokenizer={config.tokenizer} "
         f"--document_align={config.document_align}"
     )
 

@@ -82,7 +82,7 @@ class SentencePieceTokenizer:
         if not path.is_file():
             raise DataError(
                 f"DataConfig.tokenizer = {str(path)!r}: there is no such file. Train one with "
-                "`python -m launch.prepare --train_tokenizer=bpe:8192`, or use 'bytes'"
+                "`aamoe prepare --train_tokenizer=bpe:8192`, or use 'bytes'"
             )
         model = path.read_bytes()
         try:
@@ -133,7 +133,7 @@ class SentencePieceTokenizer:
             raise DataError(
                 f"tokenizer {str(path)!r}: changes the text, so bits per byte would count bytes that are not there. "
                 "Train with byte_fallback, normalization_rule_name='identity', remove_extra_whitespaces=False and "
-                "add_dummy_prefix=False, as `python -m launch.prepare --train_tokenizer=bpe:8192` does"
+                "add_dummy_prefix=False, as `aamoe prepare --train_tokenizer=bpe:8192` does"
             )
 
 

@@ -18,11 +18,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax import cost
-from aamoe_jax.aamoe.statistics import combine, over_all_devices
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.evaluation.causality import Causality, default_cuts, probe
 from aamoe_jax.mixers.base import BudgetMode, Statistics
-from aamoe_jax.mixers.statistics import summarize
+from aamoe_jax.mixers.statistics import combine, over_all_devices, summarize
 from aamoe_jax.model import merge
 from aamoe_jax.sharding import RULES
 from aamoe_jax.shards import TOKENS, WHOLE, Shards, sum_over_rows
@@ -249,25 +248,6 @@ class Evaluator:
         if require_budget_scale(budget_scale) > self._max_scale:
             raise ConfigError(f"budget_scale = {budget_scale!r}: must be at most max_budget_scale = {self._max_scale}")
         return np.asarray(budget_scale, np.float32)
-
-
-def evaluate(
-    graphdef: nnx.GraphDef,
-    params: dict[str, Any],
-    config: ModelConfig,
-    batches: Sequence[Batch],
-    byte_lengths: Int[np.ndarray, "V"],
-    *,
-    budget: BudgetMode,
-    budget_scale: float = 1.0,
-) -> Evaluation:
-    """`Evaluator` for one call.
-
-    Raises:
-      ConfigError: when no target counts, or the dial is not a positive number.
-    """
-    evaluator = Evaluator(graphdef, config, budget=budget, max_budget_scale=max(1.0, budget_scale))
-    return evaluator(params, batches, byte_lengths, budget_scale=budget_scale)
 
 
 def _forward(

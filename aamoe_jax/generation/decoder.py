@@ -64,13 +64,24 @@ class Plan:
                 f"budget = {self.budget!r}: this model has no budget predictor; it has its own causal budgets, 'prefix'"
             )
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that caches have room for: whole chunks, where there are AA-MoE layers."""
+        return self.whole(self.length)
+
+    def whole(self, length: int) -> int:
+        """The length of rows that are padded to whole chunks."""
+        m = self.config.aamoe.chunk_size if self.config.layers_of("aamoe") else 1
+        return -(-length // m) * m
+
     def model(self, ends: dict[str, Any], period: dict[str, Any]) -> LanguageModel:
         """The model, of one period."""
         return merge(structure(self.config), ends | {"periods": period})
 
-    def dials(self, index: Int[Array, ""] | int) -> Dials:
+    def dials(self, index: Int[Array, ""] | int, scale: Scale) -> Dials:
         """Of every block of a period."""
-        return jax.tree.map(lambda x: x[index], dials_of_periods(self.config))
+        dials = dials_of_periods(self.config, scale=scale, max_scale=self.max_budget_scale)
+        return jax.tree.map(lambda x: x[index], dials)
 
     def context(self, segment_ids: Int[Array, "b L"], positions: Int[Array, "b L"], scale: Scale) -> Context:
         """What every mixer is told."""
@@ -123,7 +134,7 @@ class Decoder:
         room = self.plan.length
         if max(lengths) >= room:
             raise ConfigError(f"prompt: {max(lengths)} tokens do not fit into a cache for {room} with one more")
-        bucket = min(room, max(SMALLEST_BUCKET, 1 << (max(lengths) - 1).bit_length()))
+        bucket = self.plan.whole(min(room, max(SMALLEST_BUCKET, 1 << (max(lengths) - 1).bit_length())))
         tokens = np.zeros((len(prompts), bucket), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
@@ -177,12 +188,12 @@ class Entering(NamedTuple):
 def _enter(plan: Plan, params: Parameters, tokens: Int[Array, "b L"]) -> Entering:
     model = plan.model(params.ends, params.periods[0])
     x = model.embed(tokens)
-    return Entering(x, x, model.fixed_streams(plan.length))
+    return Entering(x, x, model.fixed_streams(plan.capacity))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _empty_caches(plan: Plan, ends: dict[str, Any], period: dict[str, Any], rows: int) -> list[Cache]:
-    return plan.model(ends, period).periods.empty_caches(rows, plan.length)
+    return plan.model(ends, period).periods.empty_caches(rows, plan.capacity)
 
 
 @functools.partial(_jit, donate_argnames="caches")
@@ -200,7 +211,7 @@ def _prefill_period(
     positions = jnp.broadcast_to(jnp.arange(entering.x.shape[1]), entering.x.shape[:2])
     context = plan.context((positions < lengths[:, None]).astype(jnp.int32), positions, scale)
     context = dataclasses.replace(context, embedded=entering.embedded, fixed=entering.fixed)
-    return plan.model(ends, period).periods.prefill(entering.x, context, plan.dials(index), caches)
+    return plan.model(ends, period).periods.prefill(entering.x, context, plan.dials(index, scale), caches)
 
 
 @_jit
@@ -233,7 +244,7 @@ def _grow(plan: Plan, params: Parameters, state: State, tokens: Int[Array, "b"],
     context = dataclasses.replace(context, embedded=x)
     longer = []
     for index, (period, caches) in enumerate(zip(params.periods, state.caches, strict=True)):
-        x, caches = plan.model(params.ends, period).periods.decode(x, context, plan.dials(index), caches)
+        x, caches = plan.model(params.ends, period).periods.decode(x, context, plan.dials(index, scale), caches)
         longer.append(caches)
     logits = plan.model(params.ends, params.periods[0]).logits(x[:, 0])
     logits = jnp.where(positions < plan.length, logits, jnp.nan)

@@ -1,126 +1,139 @@
-"""Continues prompts token by token, and says so while it happens."""
+"""Continues text with the model of a checkpoint: prompts are encoded, and new tokens decoded, by its tokenizer."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
 
-from aamoe_jax.config import ConfigError, ModelConfig
+from aamoe_jax.data import load_tokenizer
+from aamoe_jax.data.tokenizers import Tokenizer
 from aamoe_jax.generation.decoder import Decoder
-from aamoe_jax.generation.sampling import NO_TOKEN, Sampling
+from aamoe_jax.generation.sampling import Sampling
+from aamoe_jax.generation.stream import stream
+from aamoe_jax.mixers.base import BudgetMode
+from aamoe_jax.training.checkpoints import Checkpoint
 
-Tokens = Int[np.ndarray, "_"]
-Stop = tuple[int, ...]
-
-
-def stream(
-    decoder: Decoder,
-    prompts: Sequence[Tokens],
-    *,
-    new_tokens: int,
-    sampling: Sampling,
-    seed: int = 0,
-    stop: Sequence[Stop] = (),
-    budget_scale: float = 1.0,
-) -> Iterator[list[int | None]]:
-    """The next token of every row, again and again; None for a row that has ended.
-
-    Args:
-      prompts: one per row, of any lengths.
-      stop: sequences of tokens that end a row once it has them (they are given out too); what stands in the prompt
-        does not count.
-      budget_scale: the dial of the AA-MoE layers.
-
-    Raises:
-      ConfigError: for prompts that are empty or do not fit, empty stops, and scales out of range; and on the way where
-        logits are no numbers, as those of a filtered cache that is full.
-    """
-    decoder.check_scale(budget_scale)
-    lengths = [len(prompt) for prompt in prompts]
-    if min(lengths, default=0) == 0:
-        raise ConfigError("prompt = '': give at least one token to continue")
-    room = decoder.plan.length
-    if max(lengths) + new_tokens > room:
-        raise ConfigError(f"prompt: {max(lengths)} tokens and {new_tokens} new ones do not fit into a cache for {room}")
-    if () in stop:
-        raise ConfigError("stop = (): give at least one token that ends a text")
-    return _stream(decoder, prompts, new_tokens, sampling, seed, stop, budget_scale)
-
-
-def _stream(
-    decoder: Decoder,
-    prompts: Sequence[Tokens],
-    new_tokens: int,
-    sampling: Sampling,
-    seed: int,
-    stop: Sequence[Stop],
-    budget_scale: float,
-) -> Iterator[list[int | None]]:
-    state = decoder.prefill(prompts, budget_scale=budget_scale)
-    rows = len(prompts)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
-    endings = [_Ending(stop) for _ in prompts]
-    pending: list[jax.Array] = []
-    for step in range(new_tokens + 1):
-        if step < new_tokens:
-            drawn, state = decoder.next(state, keys, sampling, budget_scale=budget_scale)
-            pending.append(drawn)
-        # The device works on a step while the one before it is read: a stop is seen one step late.
-        if step == 0:
-            continue
-        tokens = np.asarray(pending.pop(0)).tolist()
-        alive = [not ending.reached for ending in endings]
-        if any(token == NO_TOKEN and live for token, live in zip(tokens, alive, strict=True)):
-            raise ConfigError(_no_token(decoder.plan.config, step - 1))
-        yield [token if live else None for token, live in zip(tokens, alive, strict=True)]
-        for token, ending in zip(tokens, endings, strict=True):
-            ending.see(token)
-        if all(ending.reached for ending in endings):
-            return
-
-
-def _no_token(config: ModelConfig, new_tokens: int) -> str:
-    if config.layers_of("filtered_attention"):
-        room = config.attention.filter_room
-        return f"AttentionConfig.filter_room = {room}: a head kept more keys than that, after {new_tokens} new tokens"
-    return f"the model's logits are no numbers, after {new_tokens} new tokens"
-
-
-class _Ending:
-    """Whether a row has come to one of its stop sequences."""
-
-    def __init__(self, stop: Sequence[Stop]):
-        self.stop = stop
-        self.tail: Stop = ()
-        self.reached = False
-
-    def see(self, token: int) -> None:
-        """Takes the next token into account."""
-        longest = max(map(len, self.stop), default=0)
-        self.tail = (*self.tail, token)[-longest:] if longest else ()
-        self.reached |= any(ending == self.tail[-len(ending) :] for ending in self.stop)
+DEFAULT_SAMPLING = Sampling(temperature=0.7)
 
 
 def generate(
-    decoder: Decoder,
-    prompts: Sequence[Tokens],
+    checkpoint: Checkpoint,
+    prompt: str,
+    *,
+    new_tokens: int = 200,
+    sampling: Sampling = DEFAULT_SAMPLING,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    budget: BudgetMode | None = None,
+    budget_scale: float = 1.0,
+    cache_length: int | None = None,
+) -> str:
+    """The text that follows a prompt, without the prompt.
+
+    Args:
+      checkpoint: from `load_checkpoint`.
+      new_tokens: most tokens to add. The text ends earlier after an end of document or a stop.
+      sampling: temperature, top-k and top-p; `Sampling(temperature=0.0)` takes the most probable token.
+      seed: of the draws; the same seed gives the same text.
+      stop: texts that end the continuation, which includes the one that ended it.
+      budget: `prefix` or `predictor`; None: `causal_budget` of the model.
+      budget_scale: multiplies the budget of every token in the AA-MoE layers.
+      cache_length: tokens that the caches hold, prompt included; None: as many as needed. Calls with the same length
+        share compiled code.
+
+    Returns:
+      The new text; bytes that are not UTF-8 are replaced by U+FFFD.
+
+    Raises:
+      ConfigError: the prompt is empty or does not fit into `cache_length`, or the model cannot have such a budget.
+    """
+    pieces = stream_text(
+        checkpoint,
+        [prompt.encode()],
+        new_tokens=new_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop=[text.encode() for text in stop],
+        budget=budget,
+        budget_scale=budget_scale,
+        cache_length=cache_length,
+    )
+    return b"".join(piece for (piece,) in pieces).decode(errors="replace")
+
+
+def stream_text(
+    checkpoint: Checkpoint,
+    prompts: Sequence[bytes],
     *,
     new_tokens: int,
-    sampling: Sampling,
+    sampling: Sampling = DEFAULT_SAMPLING,
     seed: int = 0,
-    stop: Sequence[Stop] = (),
+    stop: Sequence[bytes] = (),
+    budget: BudgetMode | None = None,
     budget_scale: float = 1.0,
-) -> list[Int[np.ndarray, "_"]]:
-    """What `stream` gives, row by row."""
-    steps = stream(
-        decoder, prompts, new_tokens=new_tokens, sampling=sampling, seed=seed, stop=stop, budget_scale=budget_scale
+    cache_length: int | None = None,
+) -> Iterator[list[bytes]]:
+    """Continues several prompts together; yields the new bytes of every prompt after each step.
+
+    The arguments are those of `generate`, with text as bytes: neither a prompt nor a piece of text need be UTF-8. The
+    piece of a prompt whose text has ended is empty. Arguments are checked before the first step is asked for.
+    """
+    tokenizer = load_tokenizer(checkpoint.config.data.tokenizer)
+    encoded = [tokenizer.encode(prompt).astype(np.int32) for prompt in prompts]
+    needed = max(map(len, encoded), default=0) + new_tokens
+    decoder = Decoder(
+        checkpoint.config.model,
+        checkpoint.params,
+        length=needed if cache_length is None else cache_length,
+        budget=budget,
+        max_budget_scale=max(1.0, budget_scale),
     )
-    rows: list[list[int]] = [[] for _ in prompts]
+    steps = stream(
+        decoder,
+        encoded,
+        new_tokens=new_tokens,
+        sampling=dataclasses.replace(sampling, vocab_size=tokenizer.vocab_size),
+        seed=seed,
+        stop=[(tokenizer.eos_id,)],
+        budget_scale=budget_scale,
+    )
+    # Stops are text, not tokens: one text can be spelled in many sequences of tokens.
+    return _pieces(steps, [Continuation(stop) for _ in prompts], tokenizer)
+
+
+def _pieces(
+    steps: Iterator[list[int | None]], continuations: Sequence[Continuation], tokenizer: Tokenizer
+) -> Iterator[list[bytes]]:
     for tokens in steps:
-        for row, token in zip(rows, tokens, strict=True):
-            row += [] if token is None else [token]
-    return [np.asarray(row, np.int32) for row in rows]
+        pieces = []
+        for continuation, token in zip(continuations, tokens, strict=True):
+            continuation.ended |= token is None
+            pieces.append(b"" if continuation.ended else continuation.add(tokenizer.decode(np.asarray([token]))))
+        yield pieces
+        if all(continuation.ended for continuation in continuations):
+            return
+
+
+class Continuation:
+    """The bytes that follow one prompt, up to and including the first stop."""
+
+    def __init__(self, stops: Sequence[bytes]):
+        self._stops = [stop for stop in stops if stop]
+        self.text = b""
+        self.ended = False
+
+    def add(self, new: bytes) -> bytes:
+        """Appends new bytes; returns those that belong to the text: all, or those up to the end of a stop."""
+        if self.ended:
+            return b""
+        # A stop that was not complete before ends within the new bytes.
+        start = len(self.text)
+        self.text += new
+        ends = [self.text.find(stop, max(0, start - len(stop) + 1)) + len(stop) for stop in self._stops]
+        ends = [end for stop, end in zip(self._stops, ends, strict=True) if end >= len(stop)]
+        if ends:
+            self.ended = True
+            self.text = self.text[: min(ends)]
+        return self.text[start:]

@@ -1,5 +1,5 @@
 """What every mixer costs: FLOPs, activation bytes, cache bytes, for a prompt and for one more token (DEC-13 to DEC-15).
 
-`published`: the formulas as printed, their slips named. `exact`: what this code does, in closed form. `compiled`: what
-the compiler says of the same. `report`: the three side by side.
+What this code does is said by the `costs` of every mixer. `published`: the formulas as printed, their slips named.
+`compiled`: what the compiler says of the same. `report`: the three side by side.
 """

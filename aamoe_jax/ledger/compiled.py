@@ -19,12 +19,14 @@ from flax import nnx
 from jax.stages import Compiled
 from jaxtyping import Array, Float, Int
 
-from aamoe_jax.config import MixerName, ModelConfig
-from aamoe_jax.ledger.exact import Costs, Setting, attended
+from aamoe_jax.aamoe.costs import AAMoECosts, attended
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.base import Context, FixedStreams
+from aamoe_jax.mixers.build import build_mixer
+from aamoe_jax.mixers.costs import Costs, Setting
 from aamoe_jax.mixers.expert_sum import BLOCK
-from aamoe_jax.mixers.fixed_maps import FIXED_STARTS
-from aamoe_jax.mixers.registry import build_mixer
+from aamoe_jax.mixers.experts import Experts
+from aamoe_jax.registry import MIXERS
 from pallas_kernels.block_sparse_attention import window, xla
 from pallas_kernels.block_sparse_attention.operation import Problem
 from pallas_kernels.block_sparse_attention.paged import xla as paged
@@ -46,7 +48,7 @@ class Inputs(NamedTuple):
 class Trial:
     """One mixer as functions of arrays: row by row a document, budgets as configured."""
 
-    def __init__(self, name: MixerName, config: ModelConfig):
+    def __init__(self, name: str, config: ModelConfig):
         self.name, self.config = name, config
         self._build = lambda: build_mixer(name, config, rngs=nnx.Rngs(0))
         self._graphdef = nnx.graphdef(nnx.eval_shape(self._build))
@@ -85,8 +87,8 @@ class Trial:
         def normal(seed: int, rows: int) -> Array:
             return jax.random.normal(jax.random.key(seed), (rows, length, self.config.d_model), self.config.dtype)
 
-        embedded = normal(2, rows) if self.name == "static_qk" else None
-        stream = normal(3, 1) if self.name in FIXED_STARTS else None
+        embedded = normal(2, rows) if MIXERS[self.name].embeddings else None
+        stream = normal(3, 1) if MIXERS[self.name].fixed_stream is not None else None
         # Arguments, not constants: the compiler would compute masks beforehand.
         row = jnp.ones((rows, length), jnp.int32), jnp.broadcast_to(jnp.arange(length), (rows, length))
         return self.params(), Inputs(normal(1, rows), embedded, stream), row
@@ -104,8 +106,8 @@ class Trial:
         return Context(*row, budget, beta, embedded=inputs.embedded, fixed=FixedStreams(streams, streams, None))
 
 
-def compiled(name: MixerName, config: ModelConfig, rows: int, length: int) -> Costs:
-    """The four figures of `exact`, from programs compiled for the device that JAX finds first.
+def compiled(name: str, config: ModelConfig, rows: int, length: int) -> Costs:
+    """The figures of `costs` but model FLOPs, from programs compiled for the device that JAX finds first.
 
     FLOPs are those of float32: in bfloat16 a CPU converts every operand first, and conversions count. Loops are made up
     for by `beyond_one_turn`.
@@ -123,7 +125,7 @@ def compiled(name: MixerName, config: ModelConfig, rows: int, length: int) -> Co
     )
 
 
-def counted_flops(name: MixerName, config: ModelConfig, rows: int, length: int) -> tuple[float, float]:
+def counted_flops(name: str, config: ModelConfig, rows: int, length: int) -> tuple[float, float]:
     """The compiler's counts of a forward pass, and of one more token in every row."""
     trial = Trial(name, config)
     cache = jax.eval_shape(lambda params: trial.empty_cache(params, rows, length), jax.eval_shape(trial.params))
@@ -132,21 +134,18 @@ def counted_flops(name: MixerName, config: ModelConfig, rows: int, length: int) 
 
 
 @functools.lru_cache(maxsize=2)
-def _forward(name: MixerName, config: ModelConfig, rows: int, length: int) -> Compiled:
+def _forward(name: str, config: ModelConfig, rows: int, length: int) -> Compiled:
     trial = Trial(name, config)
     return jax.jit(trial.forward).lower(*trial.shapes(rows, length)).compile()
 
 
-def beyond_one_turn(name: MixerName, config: ModelConfig, rows: int, length: int) -> Costs:
+def beyond_one_turn(name: str, config: ModelConfig, rows: int, length: int) -> Costs:
     """FLOPs that run in loops, less one turn of each: what the compiler does not count."""
-    at = Setting(config, rows, length)
-    match name:
-        case "aamoe":
-            return _beyond_one_turn_of_pairs(at)
-        case "moe" | "relu_moe":
-            return _beyond_one_turn_of_experts(at, config.moe.top_k)
-        case "switch":
-            return _beyond_one_turn_of_experts(at, 1)
+    at, cls = Setting(config, rows, length), MIXERS[name].cls
+    if issubclass(cls, AAMoECosts):
+        return _beyond_one_turn_of_pairs(at)
+    if issubclass(cls, Experts):
+        return _beyond_one_turn_of_experts(at, cls.experts_per_token(config))
     return Costs()
 
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-from aamoe_jax.config import MixerName
-
 Quantity = Literal["prefill_flops", "decode_flops", "activation_bytes", "cache_bytes"]
 Reading = Literal["printed", "corrected"]
 
@@ -40,7 +38,7 @@ _FIXED_MAP = Formulas(
     "2L²d + 2BL²d + 6BLd²", "2Ld + 2BLd + 6Bd²", "4BLd + 8Ld + 2L²h/t", "2BLd + 2Ld"
 )  # the cache is printed as 2(B+1)Ld
 
-PRINTED: dict[MixerName, Formulas] = {
+PRINTED: dict[str, Formulas] = {
     "attention": _STANDARD,
     "mlp": Formulas("6BLd²", "6Bd²", "8BLd/t", "0"),
     "approximate": Formulas("14BLd²", "10Bd²", "11BLd/t + 3Bd²/ht", "6Bd + 4Bd²/h"),
@@ -62,7 +60,7 @@ _BATCHED = Slip(
     {"prefill_flops": "2L²d + 2BL²d + 4Ld² + 2BLd²", "decode_flops": "2Ld + 2BLd + 4d² + 2Bd²"},
 )
 
-SLIPS: dict[MixerName, Slip] = {
+SLIPS: dict[str, Slip] = {
     "approximate": Slip(
         "1/h is missing on the products with the state, whose size the cache's own row gives as 4Bd²/h",
         {"prefill_flops": "6BLd² + 8BLd²/h", "decode_flops": "6Bd² + 8Bd²/h"},
@@ -92,7 +90,7 @@ class Symbols(NamedTuple):
     P: int | float = 0
 
 
-def formula(name: MixerName, quantity: Quantity, reading: Reading = "printed") -> str | None:
+def formula(name: str, quantity: Quantity, reading: Reading = "printed") -> str | None:
     """The formula of a mixer; `corrected` puts a slip right. None where nothing was published."""
     if name not in PRINTED:
         return None

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Iterable
 from typing import get_args
 
-from aamoe_jax.config import MixerName, ModelConfig
+from aamoe_jax.aamoe.costs import attended
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.ledger.compiled import compiled
-from aamoe_jax.ledger.exact import Setting, attended, exact
 from aamoe_jax.ledger.published import PRECOMPUTED_SLIP, PRINTED, SLIPS, Quantity, Symbols, evaluate, formula
-from aamoe_jax.mixers.registry import MIXERS
-from aamoe_jax.preflight.report import table
+from aamoe_jax.markdown import table
+from aamoe_jax.mixers.build import costs
+from aamoe_jax.mixers.costs import Setting
+from aamoe_jax.registry import MIXERS
 
 EXACT_NOTE = (
     "What this code does for one mixer in one layer, in closed form: matrix products, what a mask hides included; "
     "norms, softmaxes, rotary turns and sorting are left out. Activations: what the forward pass leaves for the "
     "backward pass, without recomputation. AA-MoE spends its whole budget, every token finds room at its experts, "
-    "`relu_moe` has as many as it aims at; tiles and blocks are full."
+    "`relu_moe` has as many as it aims at; tiles and blocks are full. Of an imported mixer that does not "
+    "say what it costs, every parameter is multiplied once per token, and `-` is unknown."
 )
 COMPILED_NOTE = (
     "Closed form over what the compiler says. FLOPs are its `cost_analysis` in float32, elementwise operations "
@@ -37,15 +40,15 @@ PAPER_NOTE = (
 def exact_table(config: ModelConfig, rows: int, length: int) -> str:
     """All mixers in `exact` mode."""
     lines = []
-    for name in MIXERS:
-        costs = exact(name, config, rows, length)
+    for name in sorted(MIXERS):
+        found = costs(name, Setting(config, rows, length))
         lines.append(
             [
                 name,
-                f"{costs.prefill_flops / 1e9:.3f}",
-                f"{costs.decode_flops / 1e6:.3f}",
-                f"{costs.activation_bytes / 2**20:.1f}",
-                f"{costs.cache_bytes}",
+                f"{found.prefill_flops / 1e9:.3f}",
+                f"{found.decode_flops / 1e6:.3f}",
+                "-" if math.isnan(found.activation_bytes) else f"{found.activation_bytes / 2**20:.1f}",
+                f"{found.cache_bytes}",
             ]
         )
     return table(["mixer", "prefill GFLOP", "decode MFLOP", "activations MiB", "cache bytes"], lines)
@@ -54,12 +57,9 @@ def exact_table(config: ModelConfig, rows: int, length: int) -> str:
 def compiled_table(config: ModelConfig, rows: int, length: int) -> str:
     """All mixers: `exact` over `compiled`."""
     lines = []
-    for name in MIXERS:
-        pairs = zip(
-            dataclasses.astuple(exact(name, config, rows, length)),
-            dataclasses.astuple(compiled(name, config, rows, length)),
-            strict=True,
-        )
+    for name in sorted(MIXERS):
+        exact, said = costs(name, Setting(config, rows, length)), compiled(name, config, rows, length)
+        pairs = [(getattr(exact, quantity), getattr(said, quantity)) for quantity in get_args(Quantity)]
         lines.append([name, *(f"{mine / theirs:.3f}" if theirs else f"{mine:g} = 0" for mine, theirs in pairs)])
     return table(["mixer", "prefill FLOPs", "decode FLOPs", "activation bytes", "cache bytes"], lines)
 
@@ -79,8 +79,8 @@ def symbols_of(config: ModelConfig, rows: int, length: int) -> Symbols:
     return Symbols(rows, length, config.d_model, config.num_heads, **sizes)
 
 
-def _paper_lines(name: MixerName, config: ModelConfig, rows: int, length: int, symbols: Symbols) -> Iterable[list[str]]:
-    costs = dataclasses.asdict(exact(name, config, rows, length))
+def _paper_lines(name: str, config: ModelConfig, rows: int, length: int, symbols: Symbols) -> Iterable[list[str]]:
+    exact = costs(name, Setting(config, rows, length))
     for quantity in get_args(Quantity):
         printed, right = formula(name, quantity), formula(name, quantity, "corrected")
         if printed is None or right is None:
@@ -92,7 +92,7 @@ def _paper_lines(name: MixerName, config: ModelConfig, rows: int, length: int, s
             printed,
             f"{evaluate(printed, symbols):.4g}",
             *(("", "") if right == printed else (right, f"{value:.4g}")),
-            f"{costs[quantity] / value:.3f}" if value else f"{costs[quantity]:g} = 0",
+            f"{getattr(exact, quantity) / value:.3f}" if value else f"{getattr(exact, quantity):g} = 0",
         ]
 
 

@@ -11,8 +11,10 @@ from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads, split_heads
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
+from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, key_value_cache, projections, rotated, saved_norm
 from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.parts import Part
+from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
 Heads = Float[Array, "b _ H k"]
@@ -39,11 +41,19 @@ def joint_attention(
     return from_context + jnp.einsum("bhin,nhk->bihk", weights[..., length:], memory_value)
 
 
+@register(
+    "all_attention",
+    "one softmax over tokens and `d_ff` learned vectors (eq 2-3)",
+    heads="softmax",
+    neurons=True,
+)
 class AllAttention(Part):
     """MHA over the context and `ff_width` persistent vectors; it replaces the feed-forward.
 
     Queries meet the memory un-rotated, so that its scores do not depend on the absolute position (decision 10).
     """
+
+    label = "attention"
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.qkv = QueryKeyValue(config, rngs=rngs)
@@ -62,6 +72,17 @@ class AllAttention(Part):
         return Form(
             "earlier tokens and `d_ff` rows", "q . k / sqrt(k)", "all", "one softmax", "x W^V and rows, then W^O"
         )
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """Attention over tokens and memory under one softmax; n persistent vectors cost 4 d n."""
+        config, d, n, s = at.config, at.width, at.config.ff_width, at.size
+        # Of tokens mask, scores and weights; of both float32 weights; of the memory weights again.
+        maps = config.num_heads * (at.length * (1 + FLOAT + s) + (at.length + n) * FLOAT + n * s)
+        model = 2 * d * (at.length + 1) + 4 * d * n
+        both = at.per_token(4 * d * (at.length + n), maps + s * (at.kv_width + d), model_flops=model)
+        memory = Costs(activation_bytes=n * (saved_norm(config, d) + 2 * s * d))
+        return projections(at) + rotated(at) + both + memory + key_value_cache(at)
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         shards = context.shards

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,8 +13,10 @@ from aamoe_jax.config import ModelConfig, Selector
 from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
+from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, key_value_cache, projections, rotated, squares
 from aamoe_jax.mixers.family import Form, head_mix, head_scores, selected, softmax_selected
 from aamoe_jax.mixers.parts import Part, shown_map
+from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
 _KEPT = {
@@ -23,8 +27,11 @@ _KEPT = {
 }
 
 
+@register("attention", "softmax attention to all earlier tokens", heads="softmax")
 class CausalAttention(Part):
     """softmax(q K^T / sqrt(k)) V over the token's own document, and W^O over all heads (AA-03, AA-04, DEC-02)."""
+
+    label = "attention"
 
     def __init__(self, config: ModelConfig, selector: Selector = "all", *, rngs: nnx.Rngs):
         self.qkv = QueryKeyValue(config, rngs=rngs)
@@ -38,6 +45,16 @@ class CausalAttention(Part):
     def form(selector: Selector = "all") -> Form:
         """The instance of the family."""
         return Form("earlier tokens", "q . k / sqrt(k)", _KEPT[selector], "softmax over the kept", "x W^V, then W^O")
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """softmax(q K^T) V over all tokens: a static selection is a mask too."""
+        return projections(at) + rotated(at) + squares(at) + key_value_cache(at)
+
+    @staticmethod
+    def decode_bytes(at: Setting) -> int:
+        """Four projections, and all keys and values."""
+        return FLOAT * 2 * at.width * (at.width + at.kv_width) + key_value_cache(at).cache_bytes
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         query, key, value = self._rotated(h, context)
@@ -87,6 +104,16 @@ class CausalAttention(Part):
         self, h: Float[Array, "b L d"], context: Context
     ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
         return self.qkv.grouped(h)
+
+
+_static = functools.partial(register, heads="softmax")
+_static("local_attention", "attention to the last `window` tokens", selector="window")(CausalAttention)
+_static("strided_attention", "attention to the last `stride` tokens, and every `stride`-th", selector="strided")(
+    CausalAttention
+)
+_static("sink_attention", "attention to the last `window` and the first `sinks` tokens", selector="sinks")(
+    CausalAttention
+)
 
 
 class WeightedAttention(CausalAttention):

@@ -8,24 +8,35 @@ output and statistics are of the same tokens; `context.shards` moves what a mixe
 
 It decodes through a cache of its own making, a pytree of arrays:
 * `empty_cache(rows, length)`: room for `length` tokens in every row;
-* `fill(h, context, cache)`: the cache after a prompt h [b, L, d] that starts the rows, padded at its end;
+* `fill(h, context, cache)`: the cache after a prompt h [b, L, d] that starts the rows, padded at its end (or `prefill`,
+  which also returns the output);
 * `decode(h, context, cache) -> (output, cache)`: one more token h [b, 1, d] per row, at `context.positions`; its output
   is what `__call__` would give it in a row of all tokens so far.
+A mixer that defines none of the three decodes by computing whole rows again.
+
+`check_mixer` (aamoe_jax/check.py) holds a mixer to all of this.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Rotation, rotation
-from aamoe_jax.shards import RESOURCE, TOKENS, WHOLE, Shards
+from aamoe_jax.mixers.costs import Costs, Number, Setting
+from aamoe_jax.mixers.family import Form
+from aamoe_jax.registry import MIXERS
+from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS, WHOLE, Shards
 
 BudgetMode = Literal["row", "prefix", "predictor", "predictor_uncapped"]
 Detail = Literal["sums", "tokens", "resources", "maps"]
@@ -141,6 +152,140 @@ class Context:
         """Where in their rows the tokens here stand."""
         rows, length = self.segment_ids.shape
         return self.shards.part(jnp.broadcast_to(jnp.arange(length), (rows, length)), TOKENS)
+
+    def turn_of_heads(self, config: ModelConfig) -> Rotation:
+        """Rotations of the heads of the tokens that attend together."""
+        return self.turns(config).heads_here(self.shards)
+
+    # Over a mesh a device has some tokens of a row ("here"), attends for some more with a part of the heads
+    # ("attending"), and can look at whole rows. Without a mesh all three are the same.
+
+    def gather_attending(self, x: Array) -> Array:
+        """[b, n, ...] of the tokens here -> [b, s, ...]."""
+        return self.shards.gather(x, TENSOR)
+
+    def part_of_attending(self, x: Array) -> Array:
+        """[b, s, ...] -> [b, n, ...]."""
+        return self.shards.part(x, TENSOR)
+
+    def rows_to_attending(self, x: Array) -> Array:
+        """[b, L, ...] of whole rows -> [b, s, ...]."""
+        return self.shards.part(x, RESOURCE)
+
+    def gather_rows(self, x: Array) -> Array:
+        """[b, n, ...] -> [b, L, ...]."""
+        return self.shards.gather(x, TOKENS)
+
+    def part_of_rows(self, x: Array) -> Array:
+        """[b, L, ...] -> [b, n, ...]."""
+        return self.shards.part(x, TOKENS)
+
+    def sum_over_heads(self, x: Array) -> Array:
+        """[b, s, ...] of some of the heads -> [b, n, ...], the sum over all of them."""
+        return self.shards.scatter_sum(x, TENSOR)
+
+
+class Mixer(nnx.Module):
+    """What all mixers have: see the top of this file. Costs are functions of the config alone: no mixer is built."""
+
+    losses: ClassVar[tuple[str, ...]] = ()
+    """Which of `training.auxiliary.LOSSES` its statistics hold, of those that are weighed by their layers."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+
+    def __call__(self, h: Float[Array, "b n d"], context: Context) -> tuple[Float[Array, "b n d"], Statistics]:
+        """What is added to the residual stream of the tokens h, and statistics."""
+        raise NotImplementedError
+
+    def empty_cache(self, rows: int, length: int) -> Cache:
+        """Room for `length` tokens in every row; by default for their inputs."""
+        return jnp.zeros((rows, length, self.config.d_model), self.config.dtype)
+
+    def fill(self, h: Float[Array, "b L d"], context: Context, cache: Cache) -> Cache:
+        """The cache after a prompt."""
+        return cache.at[:, : h.shape[1]].set(h)
+
+    def prefill(self, h: Float[Array, "b L d"], context: Context, cache: Cache) -> tuple[Float[Array, "b L d"], Cache]:
+        """A prompt, and the cache after it; by default by `__call__` and `fill`."""
+        # What both compute alike, the compiler computes once.
+        return self(h, context)[0], self.fill(h, context, cache)
+
+    def decode(self, h: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
+        """One more token in every row; by default by computing the whole row again.
+
+        The default serves mixers that read their input alone: no embeddings, and no fixed sequence.
+        """
+        cache = cache.at[jnp.arange(len(h)), context.positions[:, 0]].set(h[:, 0], mode="drop")
+        index = jnp.broadcast_to(jnp.arange(cache.shape[1]), cache.shape[:2])
+        so_far = (index <= context.positions).astype(jnp.int32)
+        row = dataclasses.replace(context, segment_ids=so_far, positions=index, known_turns=None, embedded=None)
+        return jnp.take_along_axis(self(cache, row)[0], context.positions[..., None], axis=1), cache
+
+    @classmethod
+    def form(cls, **options: Any) -> Form:
+        """What it is as a sum over candidates, for the table of mixers."""
+        return Form(*["not said"] * len(Form._fields))
+
+    @classmethod
+    def forms(cls, **options: Any) -> list[Form]:
+        """One for each of its parts."""
+        return [cls.form(**options)]
+
+    @classmethod
+    def costs(cls, at: Setting) -> Costs:
+        """Of one layer of this mixer, in closed form.
+
+        Where a mixer does not say, FLOPs are those of multiplying every token by every parameter once (in decoding, all
+        tokens of a row where the cache is the default one), and activation bytes are unknown: NaN.
+        """
+        parameters, cached = _sizes(cls, at)
+        computed = at.length if cls.decode is Mixer.decode else 1
+        flops = 2 * parameters
+        return Costs(at.tokens * flops, at.rows * computed * flops, math.nan, cached, flops)
+
+    @staticmethod
+    def summarize(statistics: Statistics) -> dict[str, Any]:
+        """Figures per layer, made on the host of what `__call__` returned, summed over a batch.
+
+        Args:
+          statistics: those of a whole stack, in float64, each with a leading axis over the layers that have it; those
+            of this mixer are missing where no layer is one.
+        """
+        return {}
+
+    @staticmethod
+    def extra_flops(at: Setting, members: Sequence[type[Mixer]], statistics: Statistics) -> float:
+        """FLOPs of a forward pass beyond the model FLOPs in `costs`, for mixers whose work depends on the text.
+
+        Args:
+          members: the mixers of one period of the stack that share this method.
+          statistics: of all layers of the stack; a figure may be missing, and then changes nothing.
+        """
+        return 0.0
+
+    @classmethod
+    def decode_bytes(cls, at: Setting) -> Number:
+        """Bytes that one more token of one row reads: parameters (float32), and what it reads of a full cache.
+
+        Raises:
+          NotImplementedError: the mixer does not say.
+        """
+        raise NotImplementedError(f"{cls.__name__} does not say what it reads for one more token")
+
+
+@functools.lru_cache
+def _sizes(cls: type[Mixer], at: Setting) -> tuple[int, int]:
+    """Parameters of a mixer, and bytes of its cache. None is made."""
+    options = next(entry.options for entry in MIXERS.values() if entry.cls is cls)
+
+    def build() -> tuple[Any, Cache]:
+        mixer = cls(at.config, rngs=nnx.Rngs(0), **options)
+        return nnx.state(mixer), mixer.empty_cache(at.rows, at.length)
+
+    parameters, cache = nnx.eval_shape(build)
+    cached = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    return sum(leaf.size for leaf in jax.tree.leaves(parameters)), cached
 
 
 def causal_mask(segment_ids: Int[Array, "b L"]) -> Bool[Array, "b L L"]:

@@ -6,7 +6,7 @@ cache has room for, B = b G.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import merge_heads, rotate_heads, split_heads
-from aamoe_jax.mixers.attention import WeightedAttention
+from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.cache import KeyValueCache
 from aamoe_jax.mixers.cache import empty_cache as empty_key_value_cache
+from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
 from aamoe_jax.mixers.family import Form, head_scores, softmax_selected
+from aamoe_jax.mixers.statistics import shares
+from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
 
@@ -30,6 +33,7 @@ class ClusteredCache(NamedTuple):
     cluster: Int[Array, "B N"]
 
 
+@register("clustered_attention", "attention to the clusters of keys that a query likes best", heads="softmax")
 class ClusteredAttention(WeightedAttention):
     """Softmax attention to the keys of the `clusters_kept` clusters that a query scores highest, and to itself.
 
@@ -51,6 +55,17 @@ class ClusteredAttention(WeightedAttention):
         return Form(
             "earlier tokens", "q . k / sqrt(k)", "the clusters with the best q . centroid", "softmax", "x W^V, then W^O"
         )
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """Attention to all keys, of which those of other clusters are masked; queries and keys meet every centroid."""
+        routing = 2 * at.config.attention.clusters * (at.width + at.kv_width)
+        return CausalAttention.costs(at) + at.per_token(routing, 0, FLOAT * at.config.kv_heads)
+
+    @staticmethod
+    def summarize(statistics: Statistics) -> dict[str, Any]:
+        """`pairs_kept`, the share of keys that were in chosen clusters."""
+        return shares(statistics, {"pairs_kept": ("pairs_compared", "pairs_offered")})
 
     def _weigh(
         self, h: Float[Array, "b L d"], context: Context

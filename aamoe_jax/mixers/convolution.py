@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from aamoe_jax.layers import HIGHEST
 from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
 from aamoe_jax.shards import RESOURCE
 
 TOKENS_BEFORE = 3
@@ -50,3 +51,9 @@ def last_tokens(h: Float[Array, "b L d"], context: Context) -> Float[Array, "b t
     padded = jnp.pad(h, ((0, 0), (TOKENS_BEFORE, 0), (0, 0)))
     index = context.real.sum(1)[:, None] + jnp.arange(TOKENS_BEFORE)
     return jnp.take_along_axis(padded, index[..., None], axis=1)
+
+
+def convolution_costs(at: Setting) -> Costs:
+    """A few tokens before, of which a cache keeps as many; elementwise work alone."""
+    saved = TOKENS_BEFORE * (2 * FLOAT + 1) * at.width  # every one, weighted, and whether it is of the document
+    return at.per_token(0, saved) + Costs(cache_bytes=at.rows * TOKENS_BEFORE * at.width * at.size)

@@ -12,17 +12,19 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from aamoe_jax.config import MixerName, ModelConfig
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, residual_gain
 from aamoe_jax.mixers.base import Context, Statistics
+from aamoe_jax.mixers.costs import Costs, Setting
 from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.parts import Part
+from aamoe_jax.registry import register
 from aamoe_jax.shards import TENSOR
 
 Principle = Literal["token_mixing", "mathematical_form", "sequence_dependency", "current_qk"]
 """Tokens interact; by softmax over dot products; with weights that follow the input; made of the current layer."""
 
-PRINCIPLES: Mapping[MixerName, frozenset[Principle]] = {
+PRINCIPLES: Mapping[str, frozenset[Principle]] = {
     "attention": frozenset({"token_mixing", "mathematical_form", "sequence_dependency", "current_qk"}),
     "mlp": frozenset(),
     "approximate": frozenset({"token_mixing", "sequence_dependency", "current_qk"}),
@@ -34,12 +36,15 @@ PRINCIPLES: Mapping[MixerName, frozenset[Principle]] = {
 """What every variant keeps of standard attention (DEC-01)."""
 
 
+@register("mlp", "attention's parameters as a SwiGLU: tokens do not mix", neurons=True)
 class TokenMLP(Part):
     """FC_Dn(SiLU(FC_Gt(h)) * FC_Up(h)) with d x d maps in place of W^Q, W^K and W^V, and W^O after it (DEC-03).
 
     Tokens do not mix, so there is nothing that a rotary turn could tell apart. Groups of heads have no meaning here:
     the maps stay d x d whatever `num_kv_heads` is.
     """
+
+    label = "mlp"
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width = config.d_model
@@ -52,6 +57,11 @@ class TokenMLP(Part):
     def form() -> Form:
         """The instance of the family."""
         return Form("hidden units", "x . k", "all", "SiLU(x . k) (x . u)", "rows of V, then W^O")
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """Four d x d maps: three hidden vectors with what SiLU keeps, and the input of W^O."""
+        return at.per_token(8 * at.width**2, 7 * at.size * at.width)
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         down = self.down(jax.nn.silu(self.gate(h)) * self.up(h))

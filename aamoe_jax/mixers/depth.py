@@ -11,22 +11,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from aamoe_jax.aamoe.budget import PREDICTOR_WIDTH
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import rotation
 from aamoe_jax.mixers.attention import CausalAttention
-from aamoe_jax.mixers.base import Context, Statistics, Turns
+from aamoe_jax.mixers.base import Context, Mixer, Statistics, Turns
 from aamoe_jax.mixers.cache import KeyValueCache
+from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
 from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.feed_forward import FeedForward
+from aamoe_jax.mixers.parallel import Parallel
+from aamoe_jax.mixers.statistics import shares
+from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS
+
+PREDICTOR_WIDTH = 64
+"""Hidden units of the predictor."""
 
 
 class DepthCache(NamedTuple):
@@ -34,6 +42,11 @@ class DepthCache(NamedTuple):
 
     attention: KeyValueCache
     count: Int[Array, "b"]
+
+
+def through_flops(config: ModelConfig, length: int, share: float) -> float:
+    """Model FLOPs per token of the row: the parallel layer for a share of its tokens, among themselves."""
+    return share * Parallel.costs(Setting(config, 1, math.ceil(share * length))).model_flops
 
 
 class TokenPredictor(nnx.Module):
@@ -49,7 +62,8 @@ class TokenPredictor(nnx.Module):
         return jax.nn.relu(h @ self.hidden[...]) @ self.output[...]
 
 
-class MixtureOfDepths(nnx.Module):
+@register("mixture_of_depths", "a parallel layer that some of the tokens skip", heads="softmax", neurons=True)
+class MixtureOfDepths(Mixer):
     """r_i (MHA(h) + FF(h))_i for the tokens that were chosen, 0 for the others."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -66,6 +80,38 @@ class MixtureOfDepths(nnx.Module):
         return Form(
             "earlier tokens", "q . k / sqrt(k)", "the row's best C by w . h", "w . h times softmax", "x W^V, then W^O"
         )
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """A parallel layer over the share of the tokens that goes through: under causal budgets that could be all of
+        them, and in decoding every token is computed, and most are dropped."""
+        config, d, hidden = at.config, at.width, PREDICTOR_WIDTH
+        room = max(1, math.ceil(config.depth_capacity * at.length))
+        through = dataclasses.replace(at, length=room if config.aamoe.budget.normalizer == "row" else at.length)
+        inside, after = Parallel.costs(through), Parallel.costs(at)
+        layer = dataclasses.replace(
+            inside, decode_flops=after.decode_flops, cache_bytes=after.cache_bytes + at.rows * FLOAT, model_flops=0
+        )
+        # What goes in and comes out of it, and h in float32 for router and predictor.
+        taken = Costs(activation_bytes=through.tokens * at.size * d) + at.per_token(0, 2 * FLOAT * d + FLOAT * hidden)
+        model = Costs(model_flops=round(through_flops(config, at.length, config.depth_capacity)))
+        return layer + taken + at.per_token(2 * d + 2 * d * hidden + 2 * hidden, 0) + model
+
+    @staticmethod
+    def summarize(statistics: Statistics) -> dict[str, Any]:
+        """`depth_chosen`, the share of tokens that went through; `depth_predicted`, those that the predictor knew."""
+        parts = {"depth_chosen": "depth_through", "depth_predicted": "depth_agree"}
+        return shares(statistics, {name: (part, "depth_tokens") for name, part in parts.items()})
+
+    @staticmethod
+    def extra_flops(at: Setting, members: Sequence[type[Mixer]], statistics: Statistics) -> float:
+        """The tokens that really went through, less those that were meant to."""
+        if "depth_tokens" not in statistics:
+            return 0.0
+        config = at.config
+        meant = through_flops(config, at.length, config.depth_capacity)
+        shares = np.asarray(statistics["depth_through"]) / np.maximum(np.asarray(statistics["depth_tokens"]), 1)
+        return at.tokens * sum(through_flops(config, at.length, float(share)) - meant for share in shares)
 
     def __call__(self, h: Float[Array, "b n d"], context: Context) -> tuple[Float[Array, "b n d"], Statistics]:
         shards = context.shards

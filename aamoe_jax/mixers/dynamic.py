@@ -10,8 +10,9 @@ room for, B = b G.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +24,27 @@ from aamoe_jax.layers import Projection, merge_heads, rotate_heads, split_heads
 from aamoe_jax.mixers.attention import WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache, flat_heads
+from aamoe_jax.mixers.costs import (
+    FLOAT,
+    Costs,
+    Setting,
+    key_value_cache,
+    projections,
+    rotated,
+    saved_norm,
+    saved_rotation,
+    squares,
+)
 from aamoe_jax.mixers.family import Form, head_scores, root_normalized, softmax_selected
+from aamoe_jax.mixers.statistics import shares
+from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
 KEPT_AT_START = 2.0
 """The logit of the learned filter before training: 0.88 of certainty, so that most tokens are kept and learn."""
 
 
+@register("sqrt_attention", "scores over the root of their number in place of a softmax", heads="root")
 class SquareRootAttention(WeightedAttention):
     """(q K^T / sqrt(k)) V / sqrt(n) over the n tokens so far, and W^O over all heads (PM-13).
 
@@ -40,6 +55,11 @@ class SquareRootAttention(WeightedAttention):
     def form() -> Form:
         """The instance of the family."""
         return Form("earlier tokens", "q . k / sqrt(k)", "all", "scores / sqrt(n)", "x W^V, then W^O")
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """Of scores nothing is kept but the weights that they become."""
+        return projections(at) + rotated(at) + squares(at, float_maps=1) + key_value_cache(at)
 
     def _weigh(
         self, h: Float[Array, "b L d"], context: Context
@@ -77,6 +97,7 @@ class GatedCache(NamedTuple):
         return GatedCache(self.neurons.write(positions, key, value), written)
 
 
+@register("gated_attention", "SwiGLU whose neurons are the earlier tokens", heads="gated_root")
 class GatedAttention(WeightedAttention):
     """silu(q . g) (q . k) v, summed over the n tokens so far and divided by sqrt(n): SwiGLU whose neurons are tokens.
 
@@ -91,6 +112,15 @@ class GatedAttention(WeightedAttention):
     def form() -> Form:
         """The instance of the family."""
         return Form("earlier tokens", "q . k and q . g", "all", "silu(q . g) (q . k) / sqrt(n)", "x W^V, then W^O")
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """A gate beside every key: projected, normed, rotated, scored, cached."""
+        config, d, kv = at.config, at.width, at.kv_width
+        saved = saved_norm(config, kv) + at.size * kv + saved_rotation(config.head_dim)
+        model = 2 * d * kv + d * (at.length + 1)
+        gates = at.per_token(2 * d * kv + 2 * d * at.length, saved, kv * at.size, model_flops=model)
+        return projections(at) + rotated(at) + squares(at, float_maps=6) + gates + key_value_cache(at)
 
     def _weigh(
         self, h: Float[Array, "b L d"], context: Context
@@ -174,6 +204,7 @@ class FilteredCache(NamedTuple):
         return grouped.reshape(rows, heads, room)
 
 
+@register("filtered_attention", "attention to the tokens that a filter keeps", heads="softmax")
 class FilteredAttention(WeightedAttention):
     """Softmax attention in which a token adds its neuron to a head only where its message is worth it (PM-10).
 
@@ -195,6 +226,31 @@ class FilteredAttention(WeightedAttention):
         return Form(
             "earlier tokens", "q . k / sqrt(k) + log gate", "those that the filter keeps", "softmax", "x W^V, then W^O"
         )
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """Whole squares in a row, since what the filter leaves out is masked; in decoding the room of its cache.
+
+        The filter takes 2 d, or 2 k^2 + 2 k, a head and token.
+        """
+        config, d, heads, size = at.config, at.width, at.config.kv_heads, at.config.head_dim
+        room = max(1, math.ceil(config.attention.filter_room * at.length))
+        once = per_token = saved = 0
+        match config.attention.filter:
+            case "message_norm":  # both maps of every head, once; and one number per token
+                once, per_token = 2 * d * size * d + heads * 2 * d * (size**2 + size), heads * 2 * (size**2 + size)
+            case "learned":
+                per_token, saved = 2 * d * heads, FLOAT * d if at.size < FLOAT else 0
+        short = dataclasses.replace(squares(at), decode_flops=at.rows * 4 * d * room)
+        filtering = at.per_token(per_token, saved) + Costs(prefill_flops=once, decode_flops=once)
+        # Keys, values, what the filter adds to their scores; how many there are, and for how many there was no room.
+        cached = at.rows * (2 * room * at.kv_width * at.size + heads * (FLOAT * room + 2 * FLOAT))
+        return projections(at) + rotated(at) + short + filtering + Costs(cache_bytes=cached)
+
+    @staticmethod
+    def summarize(statistics: Statistics) -> dict[str, Any]:
+        """`neurons_kept`, the share of tokens that added a neuron to a head."""
+        return shares(statistics, {"neurons_kept": ("neurons_added", "neurons_offered")})
 
     def _weigh(
         self, h: Float[Array, "b L d"], context: Context

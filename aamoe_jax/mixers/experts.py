@@ -10,20 +10,26 @@ Shapes: b rows, L tokens of them here, N of whole rows, d width, E experts, w hi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig, MoEConfig
 from aamoe_jax.layers import flatten_tokens, residual_gain
 from aamoe_jax.mixers.base import Cache, Context, Statistics
+from aamoe_jax.mixers.convolution import TOKENS_BEFORE, convolution_costs
+from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
 from aamoe_jax.mixers.expert_sum import expert_sum
 from aamoe_jax.mixers.family import Form, softmax_selected, top_selected
 from aamoe_jax.mixers.parts import Part
 from aamoe_jax.mixers.routers import ExpertRouter
+from aamoe_jax.mixers.statistics import expert_use
+from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE, TENSOR
 
 
@@ -37,6 +43,8 @@ class Mixture(NamedTuple):
 
 class Experts(Part):
     """sum_l p_l(x) V_l ReLU(K_l x): what all mixtures share. Subclasses say how scores become coefficients."""
+
+    label = "experts"
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         count, width, hidden = config.moe.num_experts, config.d_model, config.expert_width
@@ -58,6 +66,52 @@ class Experts(Part):
         found = expert_sum(flatten_tokens(h), self.keys[...], self.values[...], *map(flatten_tokens, mixture))
         return found.reshape(h.shape)
 
+    @classmethod
+    def costs(cls, at: Setting) -> Costs:
+        """A router, 2 d E or 6 d E + 4 E^2 (and 6 d of model FLOPs for a convolution), and the experts that a token is
+        meant to have, 4 d w each. Blocks of tokens are full; hidden units are computed again in the backward pass."""
+        config, d, count = at.config, at.width, at.config.moe.num_experts
+        router = 2 * d * count if config.moe.router == "linear" else 6 * d * count + 4 * count**2
+        flops = router + cls.experts_per_token(config) * flops_per_expert(config)
+        saved = FLOAT * d + count * (3 * FLOAT + 2)  # the router's input; scores, coefficients, choices
+        if config.moe.router == "attention":
+            saved += FLOAT * count * (2 * count + 5)
+        if config.moe.router_input != "causal_conv":
+            return at.per_token(flops, saved)
+        return at.per_token(flops, saved, model_flops=flops + 2 * d * TOKENS_BEFORE) + convolution_costs(at)
+
+    @staticmethod
+    def summarize(statistics: Statistics) -> dict[str, Any]:
+        """`moe_active` experts per token; `moe_sparsity`, the share of experts that a token does without;
+        `moe_dropped`, the share of choices beyond capacity; `moe_entropy` of the load over its maximum log E (1: all
+        experts equally used); `moe_dead`, the share of experts that no token had."""
+        if "moe_load" not in statistics:
+            return {}
+        load, tokens, dropped = (statistics[name] for name in ("moe_load", "moe_tokens", "moe_dropped"))
+        tokens, pairs = np.maximum(tokens, 1), load.sum(-1)
+        entropy, dead = expert_use(load)
+        figures = {
+            "moe_active": pairs / tokens,
+            "moe_sparsity": 1 - pairs / tokens / load.shape[-1],
+            "moe_dropped": dropped / np.maximum(pairs + dropped, 1),
+            "moe_entropy": entropy,
+            "moe_dead": dead,
+        }
+        return {name: value.tolist() for name, value in figures.items()}
+
+    @staticmethod
+    def experts_per_token(config: ModelConfig) -> int:
+        """Experts that a token is meant to have."""
+        return config.moe.top_k
+
+    @staticmethod
+    def extra_flops(at: Setting, members: Sequence[type[Experts]], statistics: Statistics) -> float:
+        """Experts that really computed a token, less those that were meant to."""
+        if "moe_load" not in statistics:
+            return 0.0
+        meant = at.config.periods * sum(mixture.experts_per_token(at.config) for mixture in members)
+        return (float(np.sum(statistics["moe_load"])) - at.tokens * meant) * flops_per_expert(at.config)
+
     def empty_cache(self, rows: int, length: int) -> Cache:
         return self.router.empty_cache(rows)
 
@@ -65,8 +119,11 @@ class Experts(Part):
         return self.router.fill(h, context, cache)
 
 
+@register("moe", "the `top_k` experts of the highest scores", neurons=True)
 class TopKExperts(Experts):
     """The k experts of the highest scores (UNI-03), and Switch's loss to balance them."""
+
+    losses = ("balance_loss",)
 
     @staticmethod
     def form() -> Form:
@@ -92,12 +149,15 @@ class TopKExperts(Experts):
         return Mixture(jnp.where(chosen, jax.nn.softmax(scores, axis=-1), 0), chosen)
 
 
+@register("relu_moe", "all experts whose score is positive (ReMoE)", neurons=True)
 class ReLUExperts(Experts):
     """p = ReLU(r): as many experts as have a positive score (ReMoE; eq 6, UNI-04).
 
     Nothing is chosen apart from the coefficients, so that the output is continuous in the scores. How many there are is
     left to a sparsity loss, whose weight `training.auxiliary` adapts (UNI-05).
     """
+
+    losses = ("sparsity_loss",)
 
     @staticmethod
     def form() -> Form:
@@ -129,6 +189,7 @@ class SwitchCache(NamedTuple):
     """How many tokens of the group that the last one is in chose each expert."""
 
 
+@register("switch", "the best expert, while it has capacity", neurons=True)
 class SwitchExperts(Experts):
     """One expert per token, while it has room (Fedus et al. 2022; UNI-11).
 
@@ -136,10 +197,22 @@ class SwitchExperts(Experts):
     nor other documents take a token's place. A token that found none passes the layer by.
     """
 
+    losses = ("balance_loss",)
+
     @staticmethod
     def form() -> Form:
         """The instance of the family."""
         return Form("experts", "x W", "the highest, if it has room", "softmax over all", "V_l ReLU(K_l x)")
+
+    @classmethod
+    def costs(cls, at: Setting) -> Costs:
+        """One expert per token; a cache counts how many tokens each has taken."""
+        return super().costs(at) + Costs(cache_bytes=at.rows * at.config.moe.num_experts * FLOAT)
+
+    @staticmethod
+    def experts_per_token(config: ModelConfig) -> int:
+        """One, while it has room."""
+        return 1
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         scores, real = self.router(h, context), real_tokens(context)
@@ -187,6 +260,11 @@ class SwitchExperts(Experts):
 
     def _mixture(self, scores: Float[Array, "b L E"], chosen: Bool[Array, "b L E"]) -> Mixture:
         return Mixture(jnp.where(chosen, jax.nn.softmax(scores, axis=-1), 0), chosen)
+
+
+def flops_per_expert(config: ModelConfig) -> int:
+    """One expert of width w for one token: 4 d w."""
+    return 4 * config.d_model * config.expert_width
 
 
 def real_tokens(context: Context) -> Bool[Array, "b L"]:

@@ -9,7 +9,7 @@ Shapes: b rows, L tokens per row, s of them attend here, H heads, G heads of key
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -18,12 +18,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from aamoe_jax.config import ConfigError, MixerName, ModelConfig
+from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.layers import merge_heads, rotate_heads, split_heads
 from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import fill_value, mix_values, write_value
+from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, projections, saved_norm, saved_rotation, squares
 from aamoe_jax.mixers.family import Form, head_scores, largest_logit, softmax_selected
+from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE, TENSOR, Shards
 
 TEXT = """\
@@ -59,6 +61,24 @@ class FixedMapAttention(WeightedAttention):
         """The instance of the family."""
         source = "noise" if stream == "random_qk" else "a fixed text"
         return Form("earlier tokens", f"q . k / sqrt(k) of {source}", "all", "softmax", "x W^V, then W^O")
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """The map of one row for all; values and W^O of every row. Decoding reads its row of the map.
+
+        Model FLOPs are those of attention, as if every row made its map: the fixed sequence costs what one more row
+        does.
+        """
+        config, d, kv, length, s = at.config, at.width, at.kv_width, at.length, at.size
+        model = projections(at).model_flops + squares(at).model_flops
+        of_rows = at.per_token(2 * d * (kv + d) + 2 * d * length, s * (d + kv), s * kv, model_flops=model)
+        masked = at.tokens * config.num_heads * length * (1 + 2 * FLOAT + s)
+        queries_and_keys = length * (saved_norm(config, d) + saved_norm(config, kv) + s * (2 * d + kv))
+        return of_rows + Costs(
+            prefill_flops=length * 2 * d * (d + kv) + 2 * d * length**2,
+            activation_bytes=masked + queries_and_keys + length * 2 * saved_rotation(config.head_dim),
+            cache_bytes=config.num_heads * length**2 * s,
+        )
 
     def _weigh(
         self, h: Float[Array, "b s d"], context: Context
@@ -104,6 +124,7 @@ class FixedMapAttention(WeightedAttention):
         return split_heads(self.qkv.value(h), self.config.head_dim)
 
 
+@register("static_qk", "queries and keys of the token embeddings", embeddings=True)
 class StaticAttention(CausalAttention):
     """softmax(q K^T / sqrt(k)) V with q and K of the embeddings that entered the first block, and V of the input.
 
@@ -114,6 +135,11 @@ class StaticAttention(CausalAttention):
     def form() -> Form:
         """The instance of the family."""
         return Form("earlier tokens", "q . k / sqrt(k) of their embeddings", "all", "softmax", "x W^V, then W^O")
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """Attention whose queries and keys are made of embeddings, which are saved beside the input."""
+        return CausalAttention.costs(at) + at.per_token(0, at.size * at.width)
 
     def _query_key_value(
         self, h: Float[Array, "b s d"], context: Context
@@ -150,9 +176,6 @@ def fixed_tokens(file: str | None, vocab_size: int, length: int) -> Int[np.ndarr
     return np.resize(tokens.astype(np.int32), length)
 
 
-Start = Callable[[Callable, ModelConfig, Array, Shards], Array]
-
-
 def _of_noise(embed: Callable, config: ModelConfig, places: Int[Array, "1 n"], shards: Shards) -> Float[Array, "1 n d"]:
     return noise_stream(places, config.d_model).astype(config.dtype)
 
@@ -162,5 +185,5 @@ def _of_text(embed: Callable, config: ModelConfig, places: Int[Array, "1 n"], sh
     return embed(jnp.asarray(fixed_tokens(config.fixed_tokens, config.vocab_size, length))[places], shards)
 
 
-FIXED_STARTS: Mapping[MixerName, Start] = {"random_qk": _of_noise, "fixed_qk": _of_text}
-"""What enters the first block of the streams that mixers look at, at the given places."""
+register("random_qk", "the attention map of noise", fixed_stream=_of_noise, stream="random_qk")(FixedMapAttention)
+register("fixed_qk", "the attention map of a fixed text", fixed_stream=_of_text, stream="fixed_qk")(FixedMapAttention)

@@ -7,21 +7,21 @@ the sum. So the maths of a part knows nothing of `tensor`, and all parts of a la
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import nnx
 from jaxtyping import Array, Float
 
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.mixers.base import Cache, Context, Statistics
+from aamoe_jax.mixers.base import Cache, Context, Mixer, Statistics
 from aamoe_jax.shards import TENSOR
 
 
-class Part(nnx.Module):
+class Part(Mixer):
     """A part that looks at every token alone, unless it says otherwise: it has no cache."""
 
-    def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
-        raise NotImplementedError
+    label: ClassVar[str]
+    """Its name among the parameters of a layer."""
 
     def attention_map(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b H L S"]:
         """What every token here weighs every token by, head by head (DEC-17)."""
@@ -45,7 +45,7 @@ def shown_map(part: Part, h: Float[Array, "b L d"], context: Context) -> Statist
     return {"attention_map": part.attention_map(h, context)} if context.detail == "maps" else {}
 
 
-class SideBySide(nnx.Module):
+class SideBySide(Mixer):
     """The mixer that is the sum of its parts."""
 
     def __init__(self, parts: Mapping[str, Callable[..., Part]], config: ModelConfig, *, rngs: nnx.Rngs):

@@ -5,6 +5,7 @@ Shapes: b rows, L tokens per row, s of them attend here, H heads, G heads of key
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -15,8 +16,10 @@ from jaxtyping import Array, Float, Int
 from aamoe_jax.layers import merge_heads
 from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
+from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, projections
 from aamoe_jax.mixers.family import Form, head_scores, largest_logit, softmax_selected
 from aamoe_jax.mixers.parts import shown_map
+from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
 LEAST_MEAN = 0.5
@@ -33,6 +36,7 @@ class TaylorState(NamedTuple):
     square_value: Float[Array, "b G k k"]
 
 
+@register("approximate", "the second-order series of softmax attention")
 class ApproximateAttention(WeightedAttention):
     """Weights 1 + q . k / sqrt(k) + q^2 . k^2 / (2 k) with element-wise squares, divided by their sum.
 
@@ -48,6 +52,18 @@ class ApproximateAttention(WeightedAttention):
         return Form(
             "earlier tokens", "q . k / sqrt(k)", "all", "its second-order series over the sum", "x W^V, then W^O"
         )
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """In its parallel form the scores of squares on top; in its recurrent form two k x k sums per head."""
+        d, kv, size, seen = at.width, at.kv_width, at.config.head_dim, at.length + 1
+        # Queries and keys in float32, as they are, doubled and squared.
+        row = at.per_token(6 * d * at.length, 3 * FLOAT * (d + kv) + at.size * kv, model_flops=3 * d * seen)
+        maps = at.tokens * at.config.num_heads * at.length * (1 + 2 * FLOAT + at.size)
+        step = at.rows * (4 * kv * size + 4 * d * size)
+        sums = at.rows * FLOAT * (3 * kv + 2 * kv * size)
+        parallel = dataclasses.replace(row, decode_flops=step, activation_bytes=row.activation_bytes + maps)
+        return projections(at) + parallel + Costs(cache_bytes=sums)
 
     def _weigh(
         self, h: Float[Array, "b s d"], context: Context
@@ -155,6 +171,7 @@ def running(single: Tally, segment_ids: Int[Array, "b L"]) -> Tally:
     return jax.lax.associative_scan(join, (single, segment_ids), axis=1)[0]
 
 
+@register("non_approximate", "one logit per token, whichever token looks at it")
 class NonApproximateAttention(CausalAttention):
     """o_i = sum_{j <= i} e^(s_j) v_j / sum_{j <= i} e^(s_j), s_j = SiLU(q_j) . k_j / sqrt(k): one per head and token.
 
@@ -167,6 +184,13 @@ class NonApproximateAttention(CausalAttention):
     def form() -> Form:
         """The instance of the family."""
         return Form("earlier tokens", "SiLU(q_j) . k_j / sqrt(k)", "all", "softmax", "x W^V, then W^O")
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """Beyond the projections nothing but elementwise work: of model FLOPs logits, 2 d, and the running sum, 2 d."""
+        d, heads = at.width, at.config.num_heads
+        elementwise = at.per_token(0, 4 * FLOAT * d + 2 * at.size * d, model_flops=4 * d)
+        return projections(at) + elementwise + Costs(cache_bytes=at.rows * FLOAT * (d + 2 * heads))
 
     def __call__(self, h: Float[Array, "b s d"], context: Context) -> tuple[Float[Array, "b s d"], Statistics]:
         found = self._running(h, context)

@@ -1,56 +1,63 @@
-"""Figures of whole stacks, made of what their mixers counted.
+"""Statistics of stacks: sums that add up over micro-batches and devices, and the figures that are made of them.
+
+Every value is a sum over the real tokens of a batch, or a largest value (MAXIMA), so that statistics of several
+micro-batches combine exactly. In a model each has a leading axis over the layers that have it.
 
 Shapes: n layers that have the figure, E experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
-from aamoe_jax.aamoe import statistics as aamoe_statistics
 from aamoe_jax.mixers.base import Statistics
+from aamoe_jax.registry import MIXERS
+from aamoe_jax.shards import max_over_all, sum_over_all
 
-SHARES = {
-    "neurons_kept": ("neurons_added", "neurons_offered"),
-    "pairs_kept": ("pairs_compared", "pairs_offered"),
-    "depth_chosen": ("depth_through", "depth_tokens"),
-    "depth_predicted": ("depth_agree", "depth_tokens"),
-}
-"""Figures that are one count over another."""
+MAXIMA = ("max_budget", "logit_absmax")
+"""What is a largest value, and not a sum."""
+
+
+def combine(left: Statistics, right: Statistics) -> Statistics:
+    """Statistics of two micro-batches together."""
+    return {name: jnp.maximum(left[name], right[name]) if name in MAXIMA else left[name] + right[name] for name in left}
+
+
+def over_all_devices(statistics: Statistics) -> Statistics:
+    """Statistics of the tokens of all devices, inside `jax.shard_map`."""
+    return {name: max_over_all(value) if name in MAXIMA else sum_over_all(value) for name, value in statistics.items()}
 
 
 def summarize(statistics: Statistics) -> dict[str, Any]:
     """Figures per layer, on the host: lists with one figure per layer that has it, in the order of the stack.
 
-    Of AA-MoE layers see `aamoe.statistics.summarize`. Of mixtures of experts: `moe_active` experts per token;
-    `moe_sparsity`, the share of experts that a token does without; `moe_dropped`, the share of choices that found no
-    room; `moe_entropy` of the load over its maximum log E (1: all experts equally used); `moe_dead`, the share of
-    experts that no token had. Of filtered and clustered attention the shares of neurons and pairs that were kept; of
-    Mixture-of-Depths those of tokens that went through, and of tokens of which the predictor knew it; `logit_absmax`.
+    They are those of the mixers' own `summarize`, and `logit_absmax`, the largest score that entered a softmax.
     """
     s = {name: np.asarray(value, np.float64) for name, value in statistics.items()}
-    result = aamoe_statistics.summarize(statistics) if "capacity" in s else {}
-    if "moe_load" in s:
-        result |= _of_experts(s)
-    for name, (part, whole) in SHARES.items():
-        if part in s:
-            result[name] = (s[part] / np.maximum(s[whole], 1)).tolist()
+    result: dict[str, Any] = {}
+    for figures in dict.fromkeys(entry.cls.summarize for entry in MIXERS.values()):
+        result |= figures(s)
     if "logit_absmax" in s:
         result["logit_absmax"] = s["logit_absmax"].tolist()
     return result
 
 
-def _of_experts(s: dict[str, np.ndarray]) -> dict[str, list[float]]:
-    load, tokens = s["moe_load"], np.maximum(s["moe_tokens"], 1)
-    pairs = load.sum(-1)
-    entropy, dead = aamoe_statistics.expert_use(load)
-    figures = {
-        "moe_active": pairs / tokens,
-        "moe_sparsity": 1 - pairs / tokens / load.shape[-1],
-        "moe_dropped": s["moe_dropped"] / np.maximum(pairs + s["moe_dropped"], 1),
-        "moe_entropy": entropy,
-        "moe_dead": dead,
+def shares(statistics: Statistics, parts: Mapping[str, tuple[str, str]]) -> dict[str, list[float]]:
+    """Figures that are one count over another: of {figure: (part, whole)} those whose counts are there."""
+    return {
+        name: (statistics[part] / np.maximum(statistics[whole], 1)).tolist()
+        for name, (part, whole) in parts.items()
+        if part in statistics
     }
-    return {name: value.tolist() for name, value in figures.items()}
+
+
+def expert_use(load: Float[np.ndarray, "n E"]) -> tuple[Float[np.ndarray, "n"], Float[np.ndarray, "n"]]:
+    """Of the loads of experts: entropy over its maximum log E, and the share of experts without any."""
+    share = load / np.maximum(load.sum(-1, keepdims=True), 1)
+    entropy = -np.sum(share * np.log(np.where(share > 0, share, 1)), axis=-1)
+    return entropy / np.log(max(load.shape[-1], 2)), np.mean(load == 0, axis=-1)

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from aamoe_jax.aamoe.costs import flops_per_pair
 from aamoe_jax.config import ExperimentConfig, ModelConfig
-from aamoe_jax.cost import flops_per_pair, forward_flops
+from aamoe_jax.cost import forward_flops
 from aamoe_jax.preflight.hardware import Slice
 from aamoe_jax.preflight.summary import Mode
 from aamoe_jax.preflight.work import Kernel
 from pallas_kernels.block_sparse_attention.tpu.dispatch import COSTS, REFERENCE_WORK
+from pallas_kernels.chips import TPUS
 
 FILL = 0.8
 """Share of a tile's rows that are pairs: assumed. Budgets leave slots unused, groups of pairs end inside a tile."""
@@ -63,7 +65,7 @@ def kernel_work(
     flops = tokens * pairs_per_token(config) * products * flops_per_pair(config) / FORWARD
     # Schedules are of one forward and one backward pass, with keys of 128 rows and 1024 lanes.
     rate = 2 * (FORWARD + BACKWARD) * REFERENCE_WORK / (1e-9 * min(COSTS[piece.chip][path].values()))
-    cores = min(piece.kind.cores, max(1, config.d_model // tensor // LANES))
+    cores = min(TPUS[piece.chip].device_cores, max(1, config.d_model // tensor // LANES))
     return KernelWork(flops, flops / (rate * FILL * cores))
 
 

@@ -20,6 +20,7 @@ from jax.experimental import serialize_executable, topologies
 
 from aamoe_jax.config import ConfigError, ExperimentConfig, from_dict
 from aamoe_jax.cost import parameter_count
+from aamoe_jax.extensions import import_again
 from aamoe_jax.preflight.hardware import Slice
 from aamoe_jax.preflight.summary import Mode
 from aamoe_jax.training.evaluation import CAUSAL
@@ -99,6 +100,7 @@ def compile_step(lowered: jax.stages.Lowered, notes: Path, save: Path | None) ->
 
 def main() -> int:
     request = json.loads(sys.stdin.read())
+    import_again(map(tuple, request["imports"]))
     config, topology = from_dict(ExperimentConfig, request["config"]), request["topology"]
     devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     start = time.perf_counter()

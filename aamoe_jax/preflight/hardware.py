@@ -27,17 +27,16 @@ Ironwood)."""
 class Kind(NamedTuple):
     """What a device of a chip has, beyond `Chip`."""
 
-    cores: int  # of the chip that are one device to JAX
     memory: float  # bytes for a program
     link: float  # bytes/s in one direction of one link between chips
     whole_ring: int  # an axis of the slice closes to a ring where its size is a multiple of this
 
 
 KINDS = {
-    "v5e": Kind(1, 15.75 * GIB, 50e9, 16),
-    "v5p": Kind(2, 95.74 * GIB, 100e9, 4),
-    "v6e": Kind(1, 31.25 * GIB, 100e9, 16),
-    "tpu7x": Kind(1, 94.75 * GIB, 100e9, 4),
+    "v5e": Kind(15.75 * GIB, 50e9, 16),
+    "v5p": Kind(95.74 * GIB, 100e9, 4),
+    "v6e": Kind(31.25 * GIB, 100e9, 16),
+    "tpu7x": Kind(94.75 * GIB, 100e9, 4),
 }
 
 
@@ -71,13 +70,15 @@ class Slice:
 
     @property
     def devices_per_chip(self) -> int:
-        return TPUS[self.chip].cores // self.kind.cores
+        """Devices as JAX counts them."""
+        core = TPUS[self.chip]
+        return core.cores // core.device_cores
 
     @property
     def device(self) -> Chip:
         """Rates of one device: of all its cores."""
-        core, cores = TPUS[self.chip], self.kind.cores
-        return core._replace(flops=core.flops * cores, bandwidth=core.bandwidth * cores)
+        core = TPUS[self.chip]
+        return core._replace(flops=core.flops * core.device_cores, bandwidth=core.bandwidth * core.device_cores)
 
     def group_bandwidth(self, places: Sequence[tuple[int, ...]]) -> float:
         """Bytes/s that a device sends while a group of devices exchanges along rings: a model.

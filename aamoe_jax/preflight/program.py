@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
+from aamoe_jax.extensions import imported
 from aamoe_jax.preflight import buffers, collectives, hlo, work
 from aamoe_jax.preflight.closed_form import kernel_work, step_flops
 from aamoe_jax.preflight.compiler import Outcome, Traced
@@ -50,7 +51,13 @@ def compile_apart(
         raise PreflightError(f"{error}") from None
     with tempfile.TemporaryDirectory() as folder:
         notes, start = Path(folder), time.perf_counter()
-        request = {"config": to_dict(config), "topology": topology, "mode": mode, "notes": folder}
+        request = {
+            "config": to_dict(config),
+            "imports": imported(),
+            "topology": topology,
+            "mode": mode,
+            "notes": folder,
+        }
         code = _compile(request | {"save": None if save is None else str(save)}, notes, depth)
         answers = [json.loads(line) for line in (notes / "answers").read_text().splitlines()]
         if answers and "refused" in answers[0]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from aamoe_jax.config import ExperimentConfig
+from aamoe_jax.markdown import table
 from aamoe_jax.preflight.buffers import Buffer
 from aamoe_jax.preflight.hardware import GIB
 from aamoe_jax.preflight.summary import Summary
@@ -174,13 +175,3 @@ def _kept_by_layers(buffer: Buffer, config: ExperimentConfig) -> bool:
     """Whether it holds a value of every period of the stack, for the backward pass."""
     periods = config.model.periods
     return buffer.kind == "temporary" and re.search(rf"\[{periods},", buffer.shape) is not None
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns are aligned."""
-    cells = [list(heads), *map(list, rows)]
-    widths = [max(len(row[index]) for row in cells) for index in range(len(heads))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
-    ]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.base import Statistics
+from aamoe_jax.registry import MIXERS
 
 LOSSES = ("predictor_loss", "balance_loss", "sparsity_loss")
 """The statistics that are such losses."""
@@ -25,7 +26,7 @@ FIRST_WEIGHT = 1e-8
 FACTOR = 1.2
 """alpha: by which the weight of the sparsity loss changes every step."""
 
-Weights = dict[str, Float[Array | np.ndarray, "n"] | float]
+Weights = dict[str, Float[Array | np.ndarray, "..."] | float]
 
 
 def loss_weights(config: ModelConfig, sparsity_weight: Float[Array | np.ndarray, "n"]) -> Weights:
@@ -34,10 +35,10 @@ def loss_weights(config: ModelConfig, sparsity_weight: Float[Array | np.ndarray,
     Args:
       sparsity_weight: lambda of every layer of ReLU experts.
     """
-    balanced = len(config.layers_of("moe")) + len(config.layers_of("switch"))
     return {
         "predictor_loss": PREDICTOR_WEIGHT,
-        "balance_loss": balanced * config.moe.balance_weight,  # Switch adds those of all layers
+        "balance_loss": _layers_with("balance_loss", config)
+        * config.moe.balance_weight,  # Switch adds those of all layers
         "sparsity_loss": sparsity_weight,
     }
 
@@ -49,7 +50,7 @@ def auxiliary_loss(weights: Weights, statistics: Statistics) -> Float[Array, ""]
 
 def first_sparsity_weights(config: ModelConfig) -> Float[Array, "n"]:
     """Before the first step."""
-    return jnp.full(len(config.layers_of("relu_moe")), FIRST_WEIGHT, jnp.float32)
+    return jnp.full(_layers_with("sparsity_loss", config), FIRST_WEIGHT, jnp.float32)
 
 
 def adapted(weights: Float[Array, "n"], statistics: Statistics, config: ModelConfig) -> Float[Array, "n"]:
@@ -63,3 +64,8 @@ def adapted(weights: Float[Array, "n"], statistics: Statistics, config: ModelCon
     pairs = moe.num_experts * jnp.maximum(statistics["moe_tokens"][0], 1)  # the tokens of all layers are the same
     sparsity = 1 - statistics["relu_pairs"] / pairs
     return weights * FACTOR ** jnp.sign(1 - moe.top_k / moe.num_experts - sparsity)
+
+
+def _layers_with(loss: str, config: ModelConfig) -> int:
+    """Layers of the stack that return the loss."""
+    return config.periods * sum(loss in MIXERS[name].cls.losses for _, name in config.mixers)

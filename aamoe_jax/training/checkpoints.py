@@ -4,8 +4,8 @@ A checkpoint is a folder named after its step, which appears in one rename when 
 
   params     the parameters, a nested dict under the model's path names
   optimizer  the optimizer's state, a nested dict
-  meta       JSON: format, step, key, weights of sparsity losses, position in the data, config, datasets, library
-             versions, validation loss
+  meta       JSON: format, step, key, weights of sparsity losses, position in the data, config, imported mixers,
+             datasets, library versions, validation loss
 
 Orbax does not notice a flipped bit inside an array, nor a missing file (it reads zeros), so `meta` also holds a
 fingerprint of every array and of itself.
@@ -39,6 +39,7 @@ from jaxtyping import Array, Shaped, UInt32
 
 from aamoe_jax.config import ConfigError, ExperimentConfig, from_dict, to_dict
 from aamoe_jax.data import DataState
+from aamoe_jax.extensions import import_again, imported
 from aamoe_jax.training import distributed
 from aamoe_jax.training.state import Placement, TrainState, abstract_params
 
@@ -89,7 +90,7 @@ def load_checkpoint(
     """
     directory = find_checkpoint(Path(path), which)
     meta = read_meta(directory)
-    config = from_dict(ExperimentConfig, meta["config"])
+    config = read_config(directory, meta)
     like = None if place_on is None else abstract_params(config.model, place_on(config))
     params = _restore(directory, "params", like)
     _check_fingerprints(directory, {"params": params}, meta)
@@ -131,6 +132,25 @@ def read_meta(directory: Path) -> Meta:
     if not intact or str(meta["step"]) != directory.name:
         raise _corrupt(directory, "its metadata was altered")
     return meta
+
+
+def read_config(directory: Path, meta: Meta) -> ExperimentConfig:
+    """The experiment of a checkpoint; mixers that were imported for it are imported again.
+
+    Raises:
+      CheckpointError: its stack has a mixer that is not to be found.
+    """
+    missing = import_again(map(tuple, meta.get("imports", ())))
+    try:
+        return from_dict(ExperimentConfig, meta["config"])
+    except ConfigError as error:
+        if not missing:
+            raise
+        flags = " ".join(f"--import={name}" for name in missing)
+        raise CheckpointError(
+            f"{directory} was trained with {flags}, which is not to be found from {Path.cwd()}: "
+            "run from the folder that has it, or pass --import=PATH"
+        ) from error
 
 
 class CheckpointStore:
@@ -179,6 +199,7 @@ class CheckpointStore:
             "sparsity_weight": jax.device_get(state.sparsity_weight).tolist(),
             "data": dataclasses.asdict(DataState(next_step=step)),
             "config": to_dict(config),
+            "imports": [list(done) for done in imported()],
             "datasets": datasets,
             "versions": library_versions(),
             "validation_loss": validation_loss,

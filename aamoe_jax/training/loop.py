@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
+from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, to_dict
 from aamoe_jax.cost import parameter_count
-from aamoe_jax.data import dataset_metadata, iterate, load_tokenizer, training_batches
+from aamoe_jax.data import dataset_metadata, ensure_prepared, iterate, load_tokenizer, training_batches
 from aamoe_jax.data.batches import Batch
 from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import FOLDER, CheckpointStore
@@ -75,17 +75,28 @@ def train(
     profile: ProfileWindow | None = None,
     notes: Mapping[str, str] | None = None,
 ) -> Result:
-    """Trains, or goes on with what the run folder holds, up to the last step or the first SIGTERM or SIGINT.
+    """Trains a model, or resumes the run in `run_dir`, up to the last step or the first SIGTERM or SIGINT.
+
+    The dataset `code` is prepared if it is missing. Progress is printed; config.json, metrics.jsonl and checkpoints are
+    written to `run_dir`. A resumed run is bit-identical to an uninterrupted one. Where several processes train one
+    model, each calls this with the same arguments.
 
     Args:
+      run_dir: created if missing; resumed if it holds a checkpoint.
+      profile: the steps to trace with the JAX profiler, into `run_dir`.
       notes: texts to put into the run folder beside config.json, by file name.
 
+    Returns:
+      The last step, the signal that ended the run before TrainingConfig.steps (else None), and the validation loss.
+
     Raises:
-      ConfigError: the experiment cannot work, or is not the one in the run folder.
+      ConfigError: the experiment cannot work, or is not the one in `run_dir`.
+      DataError: a dataset other than `code` is not prepared. The message has the command that prepares it.
       DivergedError: the loss or the gradient is not finite. Nothing of that state was saved.
       SaveError: a checkpoint could not be written.
     """
     run_dir, training = Path(run_dir), config.training
+    _prepare(config.data)
     byte_lengths = load_tokenizer(config.data.tokenizer).byte_lengths
     datasets = {name: dataset_metadata(config.data, name) for name, _ in config.data.mixture}
     _require_vocabulary(config, datasets)
@@ -254,6 +265,14 @@ def lower_step(step: TrainStep, like: TrainState, config: ExperimentConfig, plac
 def abstract_batch(shape: tuple[int, int], placement: Placement) -> dict[str, jax.ShapeDtypeStruct]:
     """A batch of (rows, tokens) as shapes with shardings."""
     return dict.fromkeys(BATCH_FIELDS, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.batch))
+
+
+def _prepare(data: DataConfig) -> None:
+    """Prepares missing datasets: process 0 first, so that the others find them where they share a folder."""
+    if distributed.is_first():
+        ensure_prepared(data)
+    distributed.wait_for_all("prepared")
+    ensure_prepared(data)
 
 
 def _reason(step: int, values: Metrics) -> str:

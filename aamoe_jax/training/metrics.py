@@ -21,11 +21,12 @@ from typing import Any
 import jax
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
-from aamoe_jax.cost import peak_flops, training_flops
+from aamoe_jax.cost import training_flops
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.training import distributed
 from aamoe_jax.training.auxiliary import LOSSES
 from aamoe_jax.training.checkpoints import SaveError
+from pallas_kernels.chips import peak_flops
 
 FILE = "metrics.jsonl"
 TIMING_FIELDS = ("steps_per_second", "tokens_per_second", "mfu", "data_wait")
@@ -88,7 +89,7 @@ def train_record(step: int, metrics: dict[str, Any], timing: Timing, config: Exp
         "tokens_per_second": rows * length / timing.seconds_per_step,
         "data_wait": timing.data_wait,
     }
-    peak = peak_flops(jax.local_devices()[0])
+    peak = peak_flops(jax.local_devices()[0].device_kind)
     if peak is not None:
         record["mfu"] = flops / (timing.seconds_per_step * peak * jax.device_count())
     for name in LOSSES:

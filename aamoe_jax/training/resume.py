@@ -107,7 +107,10 @@ def _flatten(values: dict[str, Any], cls: type) -> dict[str, Any]:
     rooms = {field.name: field.default_factory for field in dataclasses.fields(cls)}
     flat = {}
     for name, value in values.items():
-        if name in rooms and isinstance(value, dict):
+        if name == "own":
+            for room, fields in value.items():
+                flat |= {f"{room}.{field}": json.loads(json.dumps(held)) for field, held in fields.items()}
+        elif name in rooms and isinstance(value, dict):
             flat |= _flatten(value, rooms[name])
         else:
             flat[f"{cls.__name__}.{name}"] = json.loads(json.dumps(value))

@@ -9,6 +9,7 @@ Shapes: b rows, L tokens per row.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +21,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from aamoe_jax.aamoe.statistics import combine, over_all_devices
 from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.mixers.base import BudgetMode
+from aamoe_jax.mixers.statistics import combine, over_all_devices
 from aamoe_jax.model import merge
 from aamoe_jax.shards import TOKENS, Shards, sum_over_all, vary
 from aamoe_jax.training.auxiliary import Weights, adapted, auxiliary_loss, loss_weights
@@ -51,21 +52,17 @@ def make_train_step(
       byte_lengths: bytes that each token of the vocabulary stands for.
     """
 
-    def sums(
-        params: dict[str, Any], batch: Batch, sparsity_weight: Float[Array, "n"]
-    ) -> tuple[dict[str, Any], Metrics]:
-        weights, accumulate = loss_weights(config.model, sparsity_weight), config.training.accumulate
-        gradients, metrics = gradients_and_metrics(
-            graphdef, params, batch, weights, accumulate=accumulate, shards=placement.shards
-        )
-        return gradients, metrics | {"bytes": target_bytes(batch, byte_lengths, placement.shards)}
-
-    divided = over_mesh(sums, placement, (placement.params, PartitionSpec()), PartitionSpec())
+    compute = functools.partial(
+        gradients_and_metrics, graphdef, accumulate=config.training.accumulate, shards=placement.shards
+    )
+    divided = over_mesh(compute, placement, (placement.params, PartitionSpec()), PartitionSpec())
+    count_bytes = target_bytes(byte_lengths, placement)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        gradients, metrics = divided(state.params, batch, state.sparsity_weight)
+        gradients, metrics = divided(state.params, batch, loss_weights(config.model, state.sparsity_weight))
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         metrics |= {
+            "bytes": count_bytes(batch),
             "grad_norm": gradient_norm(gradients),
             "learning_rate": learning_rate(config.optimizer, config.training.steps, updates_made(state.optimizer)),
             "sparsity_weight": state.sparsity_weight,
@@ -86,16 +83,17 @@ def make_eval_step(
     """(params, batch) -> sums, with budgets of the given kind."""
     shards = dataclasses.replace(placement.shards, pair_bound=None)  # a measurement drops nothing
 
-    def eval_step(params: dict[str, Any], batch: Batch) -> Metrics:
+    def sums(params: dict[str, Any], batch: Batch) -> Metrics:
         nll, statistics = negative_log_likelihood(graphdef, params, batch, shards, budget)
-        return {
-            "nll": sum_over_all(nll),
-            "count": sum_over_all(shards.part(batch["loss_mask"], TOKENS).sum()),
-            "bytes": target_bytes(batch, byte_lengths, shards),
-            "statistics": over_all_devices(statistics),
-        }
+        count = sum_over_all(shards.part(batch["loss_mask"], TOKENS).sum())
+        return {"nll": sum_over_all(nll), "count": count, "statistics": over_all_devices(statistics)}
 
-    return over_mesh(eval_step, placement, PartitionSpec())
+    divided, count_bytes = over_mesh(sums, placement, PartitionSpec()), target_bytes(byte_lengths, placement)
+
+    def eval_step(params: dict[str, Any], batch: Batch) -> Metrics:
+        return divided(params, batch) | {"bytes": count_bytes(batch)}
+
+    return eval_step
 
 
 def over_mesh(function: Callable, placement: Placement, out_specs: Any, *more: PartitionSpec) -> Callable:
@@ -130,19 +128,17 @@ def gradients_and_metrics(
     # Gradients are summed within a `fsdp` group where its parameters are gathered; over all other devices once, here.
     params, sum_gradients = jax.vjp(vary, params)
 
-    def objective(params: dict[str, Any], rows: Batch) -> tuple[Float[Array, ""], Metrics]:
+    def loss_fn(params: dict[str, Any], rows: Batch) -> tuple[Float[Array, ""], Metrics]:
         nll, statistics = negative_log_likelihood(graphdef, params, rows, shards)
         nll, statistics = sum_over_all(nll), over_all_devices(statistics)
         loss = nll / jnp.maximum(count, 1) + auxiliary_loss(weights, statistics) / jnp.maximum(tokens, 1)
         return loss, {"nll": nll, "statistics": statistics}
 
-    def one(rows: Batch) -> tuple[dict[str, Any], Metrics]:
-        return jax.grad(objective, has_aux=True)(params, rows)
-
+    grad_fn = functools.partial(jax.grad(loss_fn, has_aux=True), params)
     if accumulate == 1:
-        gradients, sums = one(batch)
+        gradients, sums = grad_fn(batch)
     else:
-        gradients, sums = _sum_over(one, params, micro_batches(batch, accumulate))
+        gradients, sums = _sum_over(grad_fn, params, micro_batches(batch, accumulate))
     return sum_gradients(gradients)[0], sums | {"count": count, "tokens": tokens}
 
 
@@ -157,10 +153,14 @@ def negative_log_likelihood(
     return jnp.sum(nll * counts), statistics
 
 
-def target_bytes(batch: Batch, byte_lengths: Int[np.ndarray, "V"], shards: Shards) -> Int[Array, ""]:
-    """Bytes of text that the targets that count stand for."""
-    lengths = jnp.asarray(byte_lengths)[batch["targets"]] * batch["loss_mask"]
-    return sum_over_all(shards.part(lengths, TOKENS).sum())
+def target_bytes(byte_lengths: Int[np.ndarray, "V"], placement: Placement) -> Callable[[Batch], Int[Array, ""]]:
+    """batch -> bytes of text that the targets that count stand for."""
+
+    def count(batch: Batch) -> Int[Array, ""]:
+        lengths = jnp.asarray(byte_lengths)[batch["targets"]] * batch["loss_mask"]
+        return sum_over_all(placement.shards.part(lengths, TOKENS).sum())
+
+    return jax.shard_map(count, mesh=placement.mesh, in_specs=placement.batch.spec, out_specs=PartitionSpec())
 
 
 def micro_batches(batch: Batch, accumulate: int) -> dict[str, Int[Array, "n rows L"]]:
@@ -169,18 +169,18 @@ def micro_batches(batch: Batch, accumulate: int) -> dict[str, Int[Array, "n rows
 
 
 def _sum_over(
-    one: Callable[[Batch], tuple[dict[str, Any], Metrics]],
+    grad_fn: Callable[[Batch], tuple[dict[str, Any], Metrics]],
     params: dict[str, Any],
     batches: dict[str, Int[Array, "n rows L"]],
 ) -> tuple[dict[str, Any], Metrics]:
     """Gradients and sums of all micro-batches, with one of them in memory at a time."""
     first = jax.tree.map(lambda rows: rows[0], batches)
-    _, sums = jax.eval_shape(one, first)
+    _, sums = jax.eval_shape(grad_fn, first)
     # Gradients are divided as parameters are; sums are the same everywhere.
     zeros = jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)
 
     def body(total: Any, rows: Batch) -> tuple[Any, None]:
-        (total_gradients, total_sums), (gradients, sums) = total, one(rows)
+        (total_gradients, total_sums), (gradients, sums) = total, grad_fn(rows)
         added = {
             "nll": total_sums["nll"] + sums["nll"],
             "statistics": combine(total_sums["statistics"], sums["statistics"]),

@@ -1,6 +1,6 @@
-"""Launches a program on a cluster and sees it through, or looks after one that runs there.
+"""Runs training or evaluation on a cluster: TPU VMs, GKE, xpk or SLURM.
 
-    python -m launch.cluster --cluster=tpu_vm --project=my-project --zone=us-east5-a --accelerator=v5p-128 \\
+    aamoe cluster --cluster=tpu_vm --project=my-project --zone=us-east5-a --accelerator=v5p-128 \\
       --name=mine run -- launch.train --gin_file=aamoe.gin --run_dir=/mnt/shared/runs/mine
 
     run      probes every host, runs the program to its end, and tries again by the table of launch/cluster/exits.py

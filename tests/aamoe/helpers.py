@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from aamoe_jax.aamoe.layer import AAMoELayer
+from aamoe_jax.aamoe.resources import whole_chunks
 from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig
 from aamoe_jax.mixers.base import Context
 
@@ -38,16 +39,24 @@ def layer_of(config: ModelConfig, *, seed: int = 0, importance: float = 1.0) -> 
     return layer
 
 
+def padded(layer: nnx.Module, h: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """layer(h, context) of rows of any length: they are padded to whole chunks, as the model does."""
+    rows = {"segment_ids": context.segment_ids, "positions": context.positions}
+    context = dataclasses.replace(context, **{name: whole_chunks(x, M) for name, x in rows.items()})
+    output, about = layer(whole_chunks(h, M), context)
+    return output[:, : h.shape[1]], {name: x[:, : h.shape[1]] if jnp.ndim(x) > 1 else x for name, x in about.items()}
+
+
 def apply(layer: nnx.Module, h: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """layer(h, context), compiled as a whole: much quicker than op by op."""
+    """`padded`, compiled as a whole: much quicker than op by op."""
     graphdef, params = nnx.split(layer)
-    return jax.jit(lambda params, h: nnx.merge(graphdef, params)(h, context))(params, h)
+    return jax.jit(lambda params, h: padded(nnx.merge(graphdef, params), h, context))(params, h)
 
 
 def gradients(layer: nnx.Module, h: jax.Array, context: Context) -> tuple[jax.Array, tuple]:
     """The sum of squares of the layer's output, and its gradients to parameters and input."""
     graphdef, params = nnx.split(layer)
-    loss = lambda params, h: (nnx.merge(graphdef, params)(h, context)[0] ** 2).sum()  # noqa: E731
+    loss = lambda params, h: (padded(nnx.merge(graphdef, params), h, context)[0] ** 2).sum()  # noqa: E731
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, h)
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from aamoe_jax.aamoe.allocation import Ranking, allocate, purchase, purchase_at
+from aamoe_jax.aamoe.allocation import Candidates, OneBudget, Prices, Ranking, afford, pay
+from aamoe_jax.aamoe.budget import UNBOUNDED, Budget
 from aamoe_jax.config import BudgetConfig, ConfigError
 from tests.aamoe.helpers import E, M, apply, context_of, inputs, layer_of, model_config
 
@@ -111,23 +112,22 @@ class TestAA32:
 
 class TestAA39:
     def test_affordability_is_of_the_cumulative_price(self):
-        ranking = Ranking(jnp.zeros((1, 1, 4)), jnp.arange(4)[None, None], None)
-        prices = jnp.array([[[1.0, 2.5, 1.0, 1.0]]])
-        bought = purchase_at(prices, jnp.full((1, 1), 4.7), jnp.full((1, 1), 4), jnp.full((1, 1), 4))
-        assert bought.count.tolist() == [[2]]
-        found = allocate(ranking, bought).log_prob[0, 0]
+        prices, four = jnp.array([[[1.0, 2.5, 1.0, 1.0]]]), jnp.full((1, 1), 4)
+        count, cost = pay(prices, four, four)
+        assert count.tolist() == [[2]]
+        best = Ranking(jnp.zeros((1, 1, 4)), jnp.arange(4)[None, None])
+        found = afford(best, count, jnp.full((1, 1, 1), 4.7), cost).log_prob[0, 0]
         np.testing.assert_allclose(found[:2], jax.nn.log_sigmoid(jnp.array([3.7, 1.2])), rtol=1e-6)
         assert found[2:].tolist() == [0.0, 0.0]
 
     def test_at_price_one_it_is_the_rank(self):
         random = np.random.default_rng(0)
-        ranking = Ranking(
-            jnp.asarray(random.normal(size=(2, 9, 5)), jnp.float32), jnp.zeros((2, 9, 5), jnp.int32), None
-        )
+        scores = jnp.asarray(random.normal(size=(2, 9, 5)), jnp.float32)
+        own, available = jnp.zeros((2, 9), jnp.int32), jnp.ones((2, 9, 5), bool)
+        choice = Candidates(scores, available, None, own, 3, 5, UNBOUNDED, False)
         budget = jnp.asarray(random.uniform(0, 6, (2, 9)), jnp.float32)
         count = jnp.minimum(jnp.floor(budget).astype(jnp.int32), 5)
-        priced = allocate(ranking, purchase_at(jnp.ones((2, 9, 5)), budget, count, count))
-        plain = allocate(ranking, purchase(ranking, budget, count))
+        priced, plain = (how(choice, Budget(budget, count, count)) for how in (Prices(1.0), OneBudget()))
         jax.tree.map(np.testing.assert_array_equal, priced, plain)
 
     @pytest.mark.parametrize("most", [None, 4])

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from aamoe_jax.aamoe.allocation import (
-    Ranking,
-    allocate,
+    Candidates,
+    OneBudget,
     log_affordability,
     log_partition,
-    purchase,
     top_resources,
 )
+from aamoe_jax.aamoe.budget import UNBOUNDED, Budget
 from aamoe_jax.aamoe.resources import available_chunks, chunk_ends
 
 
@@ -84,12 +84,10 @@ def test_log_prob_is_eq_15_and_probabilities_sum_to_at_most_one():
     available = jnp.asarray(rng.random((1, 20, 7)) < 0.8).at[..., 0].set(True)
     budget = jnp.asarray(rng.uniform(0, 5, (1, 20)), jnp.float32)
     count = jnp.minimum(jnp.floor(budget).astype(jnp.int32), available.sum(-1))
-    best, index = top_resources(scores, available, 7)
-    ranking = Ranking(best, index, log_partition(scores, available, None))
-    result, log_prob = (
-        allocate(ranking, purchase(ranking, budget, count), scale) for scale in ("unnormalized", "normalized")
-    )
-    log_prob = log_prob.log_prob
+    plain = Candidates(scores, available, None, jnp.zeros((1, 20), jnp.int32), 3, 7, UNBOUNDED, False)
+    spending = Budget(budget, count, count)
+    result, log_prob = (OneBudget()(found, spending) for found in (plain, plain.normalized()))
+    index, log_prob = result.resource, log_prob.log_prob
     for i in range(20):
         r = np.asarray(scores[0, i], np.float64)
         partition = np.log(np.exp(r[np.asarray(available[0, i])]).sum())

@@ -23,7 +23,7 @@ from aamoe_jax.analysis.inspection import (
 )
 from aamoe_jax.config import ConfigError
 from aamoe_jax.model import merge, structure
-from tests.aamoe.helpers import E, M, context_of, inputs, layer_of, model_config
+from tests.aamoe.helpers import E, M, context_of, inputs, layer_of, model_config, padded
 from tests.analysis.helpers import inspected, params_of, tokens_of
 
 LENGTH = 4 * M + 3
@@ -89,7 +89,7 @@ def test_spans_are_the_text_that_the_layer_reads(local):
     @jax.jit
     def reads(h):
         def apply(h):
-            output, statistics = nnx.merge(graphdef, params)(h, context)
+            output, statistics = padded(nnx.merge(graphdef, params), h, context)
             return output[0].sum(-1), statistics
 
         influence, statistics = jax.jacrev(apply, has_aux=True)(h)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from aamoe_jax import cost
+from aamoe_jax.aamoe.costs import bytes_per_pair
 from aamoe_jax.generation.decoder import Decoder
 from tests.aamoe.helpers import D, E, M, model_config
 from tests.test_model import params_of
@@ -42,12 +43,12 @@ def test_bytes_touched_are_those_of_the_arrays():
     arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(params["periods"])) - 2 * 4 * D  # norms are left out
     caches = sum(leaf.nbytes for leaf in jax.tree.leaves(state.caches))
     ends = params["readout"].nbytes + 4 * D
-    assert cost.decode_bytes(config, context, 0.0) == arrays + caches + ends
+    assert cost.decode_bytes(config, context) == arrays + caches + ends
 
 
 def test_a_layer_touches_its_pages_and_all_router_keys():
     config = model_config(num_layers=1)
-    fixed = cost.decode_bytes(config, 10 * M, 0.0)
-    assert cost.decode_bytes(config, 10 * M, 3.0) - fixed == 3 * 2 * M * D * 4
-    assert cost.decode_bytes(config, 11 * M, 0.0) - fixed == D * 4
+    fixed = cost.decode_bytes(config, 10 * M)
+    assert bytes_per_pair(config) == 2 * M * D * 4
+    assert cost.decode_bytes(config, 11 * M) - fixed == D * 4
     assert fixed == 4 * (5 * D**2 + D * E + D * 10) + 4 * D * (config.vocab_size + 1)

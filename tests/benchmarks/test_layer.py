@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from aamoe_jax import cost
 from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig
 from aamoe_jax.mixers.base import Context
-from aamoe_jax.mixers.registry import build_mixer
+from aamoe_jax.mixers.build import build_mixer, costs
+from aamoe_jax.mixers.costs import Setting
 from benchmarks import report
 from benchmarks.cases import Case
 from benchmarks.dense import CANDIDATES, flash, over_rows, query_blocks, triangle
@@ -63,7 +63,7 @@ class TestDense:
         expected = library(params, h)
         jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-4), (output, got), expected)
         assert statistics == {}
-        assert case.training_flops({}) == 3 * LENGTH * cost.parallel_flops_per_token(CONFIG, LENGTH)
+        assert case.training_flops({}) == 3 * LENGTH * costs("parallel", Setting(CONFIG, 1, LENGTH)).model_flops
 
 
 class TestAAMoE:

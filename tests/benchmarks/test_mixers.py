@@ -12,7 +12,8 @@ from absl import app
 
 from aamoe_jax.config import AAMoEConfig, ModelConfig
 from aamoe_jax.ledger.compiled import Trial
-from aamoe_jax.ledger.exact import exact
+from aamoe_jax.mixers.build import costs
+from aamoe_jax.mixers.costs import Setting
 from benchmarks import mixers
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,8 @@ def test_what_does_not_fit_is_not_run():
         assert row["mixers"][name]["compiled_bytes"] > 0
     lines = mixers.length_table(row).splitlines()
     cells = [cell.strip() for cell in lines[3].split("|")[1:-1]]
-    flops = exact("feed_forward", CONFIG, 1, 64).prefill_flops / exact("attention", CONFIG, 1, 64).prefill_flops
+    at = Setting(CONFIG, 1, 64)
+    flops = costs("feed_forward", at).prefill_flops / costs("attention", at).prefill_flops
     assert cells[:4] == ["feed_forward", "does not fit", "-", f"{flops:.2f}"]
 
 
@@ -64,7 +66,7 @@ def test_the_program_measures_and_writes(tmp_path):
         for name, figures in row["mixers"].items():
             assert figures["milliseconds"] > 0
             config = ModelConfig(d_model=16, num_heads=2, num_layers=1, aamoe=CONFIG.aamoe)
-            assert figures["flops"] == pytest.approx(3 * exact(name, config, 1, row["length"]).prefill_flops)
+            assert figures["flops"] == pytest.approx(3 * costs(name, Setting(config, 1, row["length"])).prefill_flops)
 
 
 def test_the_standard_is_among_those_chosen_and_unknown_ones_are_refused():

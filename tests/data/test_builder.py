@@ -152,9 +152,9 @@ def test_an_empty_split_is_one_clear_error(tmp_path):
 @pytest.mark.parametrize(
     ("name", "command"),
     [
-        ("books", "python -m launch.prepare --domain=books --data_dir=nowhere --tokenizer=bytes --document_align=64"),
-        ("tfds:pg19", "python -m launch.prepare --domain=tfds:pg19 --data_dir=nowhere"),
-        ("mine", "python -m launch.prepare --text='DIR/**/*.txt' --name=mine --data_dir=nowhere"),
+        ("books", "aamoe prepare --domain=books --data_dir=nowhere --tokenizer=bytes --document_align=64"),
+        ("tfds:pg19", "aamoe prepare --domain=tfds:pg19 --data_dir=nowhere"),
+        ("mine", "aamoe prepare --text='DIR/**/*.txt' --name=mine --data_dir=nowhere"),
     ],
 )
 def test_a_missing_dataset_names_the_command(tmp_path, monkeypatch, name, command):

@@ -9,7 +9,6 @@ from aamoe_jax.evaluation.perplexity import (
     Evaluator,
     budget_modes,
     causal_budget,
-    evaluate,
     flip_rate,
     leakage_gap,
     predictor_figures,
@@ -39,7 +38,7 @@ def test_every_target_counts_once_and_padding_never():
     config = model_config()
     params = random_params(config)
     batches = [batch_of(1), batch_of(2, padding_rows=2)]
-    found = evaluate(structure(config), params, config, batches, BYTES, budget="prefix")
+    found = Evaluator(structure(config), config, budget="prefix")(params, batches, BYTES)
     rows = [np.concatenate([batch[name] for batch in batches])[:4] for name in ("tokens", "targets")]
     logits = np.asarray(run(config, params, jnp.asarray(rows[0]))[0], np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -59,7 +58,7 @@ def row_trained() -> dict:
     config = model_config(normalizer="row")
     params = random_params(config)
     return {
-        budget: evaluate(structure(config), params, config, [batch_of(1)], BYTES, budget=budget)
+        budget: Evaluator(structure(config), config, budget=budget)(params, [batch_of(1)], BYTES)
         for budget in budget_modes(config)
     }
 

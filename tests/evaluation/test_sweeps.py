@@ -9,7 +9,7 @@ import pytest
 
 from aamoe_jax.config import ConfigError
 from aamoe_jax.evaluation import perplexity
-from aamoe_jax.evaluation.perplexity import evaluate
+from aamoe_jax.evaluation.perplexity import Evaluator
 from aamoe_jax.evaluation.sweeps import UnfitLengthError, budget_sweep, held_out, length_sweep, rises
 from aamoe_jax.model import structure
 from tests.aamoe.helpers import M, model_config
@@ -56,7 +56,8 @@ class TestBudget:
         assert [point.causality.largest for point in swept] == [0.0] * 5
         assert np.all(np.diff([point.spent for point in swept]) > 0)
         assert all(point.spent <= 2.0 * point.budget_scale + 8 / LENGTH for point in swept)
-        plain = evaluate(*start_of(config), batches, BYTES, budget="prefix")
+        graphdef, params, _ = start_of(config)
+        plain = Evaluator(graphdef, config, budget="prefix")(params, batches, BYTES)
         assert swept[2].bits_per_byte == pytest.approx(plain.bits_per_byte, rel=1e-5)
         assert swept[2].spent == plain.spent
 

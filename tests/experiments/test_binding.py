@@ -111,7 +111,9 @@ class TestUnknownNames:
             ),
             ("ModelConfig.d_model = %width", "no macro is called 'width'"),
             ("ModelConfig.d_model = @width()", "@width(): fields hold plain values, not functions"),
-            ("import numpy", "nothing can be imported"),
+            ("import no_such_module", "import 'no_such_module': no module is called so"),
+            ("import json", "import 'json': "),
+            ("from os import path", "write 'import os.path', without from and as"),
         ],
     )
     def test_file_and_line_or_the_param_are_named(self, binding, complaint, write):

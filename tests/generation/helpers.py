@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from aamoe_jax.generation.decoder import Decoder
+from aamoe_jax.generation.stream import stream
 from tests.test_model import run, tokens_of
 
 
 def teacher_forced(config, params, tokens, **options) -> np.ndarray:
     """Logits [b, L, V] of the causal forward pass over whole rows."""
     return np.asarray(run(config, params, jnp.asarray(tokens), **options)[0])
+
+
+def generate(decoder: Decoder, prompts: Sequence[np.ndarray], **options) -> list[np.ndarray]:
+    """What `stream` yields, row by row."""
+    steps = zip(*stream(decoder, prompts, **options), strict=True)
+    return [np.asarray([token for token in row if token is not None], np.int32) for row in steps]
 
 
 def stepped(decoder: Decoder, tokens: np.ndarray, starts: list[int], **options) -> list[np.ndarray]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from launch.generate import Continuation
 from tests.launch import session
 from tests.launch.helpers import save_run
 from tests.training.helpers import experiment, model_config, tiny_data
@@ -59,22 +58,6 @@ def test_standard_input_and_a_stop(runs):
     stop = next(bytes([byte]) for byte in new[5:] if 32 < byte < 127)  # the untrained model writes any bytes
     stopped = generate(runs["prefix"], *arguments, b"--stop=" + stop, input=b"hello")
     assert stopped.stdout == b"hello" + new[: new.index(stop) + 1] + b"\n"
-
-
-def test_a_stop_is_text_however_it_is_spelled_in_tokens():
-    """It may come in pieces, end inside one, and only the first of several counts."""
-    continuation = Continuation([b"end;", b"", b"stop"])
-    assert [continuation.add(piece) for piece in (b"the e", b"n", b"d; and more", b"lost")] == [
-        b"the e",
-        b"n",
-        b"d;",
-        b"",
-    ]
-    assert (continuation.text, continuation.ended) == (b"the end;", True)
-    both = Continuation([b"b", b"ab"])
-    assert both.add(b"xabc") == b"xab"
-    open_end = Continuation([b"never"])
-    assert (open_end.add(b"neve"), open_end.add(b"n"), open_end.ended) == (b"neve", b"n", False)
 
 
 REFUSED = {

@@ -43,7 +43,7 @@ def test_an_expected_error_is_one_line_and_exit_code_1(tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         "error: --domain='poems': there are code, books, papers and tfds:NAME; for your own files: "
-        "`python -m launch.prepare --text='DIR/**/*.txt' --name=NAME`"
+        "`aamoe prepare --text='DIR/**/*.txt' --name=NAME`"
     ]
 
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from aamoe_jax.aamoe.statistics import combine
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.cost import parameter_count
 from aamoe_jax.generation.decoder import Decoder
 from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.deconstructed import PRINCIPLES
 from aamoe_jax.mixers.fixed_maps import fixed_tokens, noise_stream
 from aamoe_jax.mixers.recurrent import LEAST_MEAN, running, tally
-from aamoe_jax.mixers.registry import build_mixer
+from aamoe_jax.mixers.statistics import combine
 from aamoe_jax.model import merge, structure
 from tests.aamoe.helpers import M
 from tests.aamoe.helpers import model_config as small

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 from aamoe_jax.config import ConfigError, ModelConfig
-from aamoe_jax.cost import forward_flops, through_flops
+from aamoe_jax.cost import forward_flops
 from aamoe_jax.mixers.base import Context
-from aamoe_jax.mixers.depth import MixtureOfDepths
+from aamoe_jax.mixers.depth import MixtureOfDepths, through_flops
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.training.optimizer import predictor_mask
 from tests.mixers.oracle_depth import through

@@ -17,8 +17,8 @@ from aamoe_jax.analysis import clusters
 from aamoe_jax.config import AttentionConfig, ConfigError, ModelConfig
 from aamoe_jax.cost import parameter_count
 from aamoe_jax.generation.decoder import Decoder
-from aamoe_jax.generation.generate import stream
 from aamoe_jax.generation.sampling import Sampling
+from aamoe_jax.generation.stream import stream
 from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.clustered import ClusteredAttention

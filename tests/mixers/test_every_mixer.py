@@ -6,15 +6,15 @@ tests/generation/test_decoder.py, and on meshes in tests/sharding/test_meshes.py
 
 import dataclasses
 import functools
-from typing import get_args
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
-from aamoe_jax.config import AttentionConfig, MixerName, ModelConfig, MoEConfig
-from aamoe_jax.mixers.registry import MIXERS, build_mixer
+from aamoe_jax.config import AttentionConfig, ModelConfig, MoEConfig
+from aamoe_jax.mixers.build import build_mixer
+from aamoe_jax.registry import MIXERS
 from tests.mixers import oracle_attention, oracle_deconstructed, oracle_depth, oracle_dynamic, oracle_experts
 from tests.mixers.rows import two_rows
 
@@ -63,9 +63,10 @@ def case(name: str, config: ModelConfig):
     return apply, jax.tree.unflatten(structure, leaves), noise
 
 
-def test_every_name_of_the_config_is_a_mixer():
-    assert set(MIXERS) == set(get_args(MixerName))
-    assert set(ORACLES) == set(MIXERS) - {"aamoe"}  # whose definition is tests/aamoe, piece by piece
+def test_every_mixer_has_a_definition():
+    # Another test of this process may have imported a mixer from outside.
+    shipped = {name for name, entry in MIXERS.items() if entry.cls.__module__.startswith("aamoe_jax.")}
+    assert set(ORACLES) == shipped - {"aamoe"}  # whose definition is tests/aamoe, piece by piece
 
 
 def float64(tree):

@@ -14,11 +14,12 @@ import pytest
 from flax import nnx
 
 from aamoe_jax.config import ConfigError, ModelConfig, MoEConfig
-from aamoe_jax.cost import MIXER_FLOPS, forward_flops
+from aamoe_jax.cost import forward_flops
 from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.build import build_mixer, costs
+from aamoe_jax.mixers.costs import Setting
 from aamoe_jax.mixers.expert_sum import BLOCK, _lists, expert_sum
 from aamoe_jax.mixers.family import top_selected
-from aamoe_jax.mixers.registry import build_mixer
 from aamoe_jax.mixers.routers import ExpertRouter
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.shards import Shards
@@ -270,9 +271,10 @@ class TestOptions:
 class TestCost:
     def test_experts_that_a_token_does_without_cost_nothing(self):
         few, many = (dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, num_experts=n)) for n in (4, 64))
-        assert MIXER_FLOPS["moe"](many, 1) - MIXER_FLOPS["moe"](few, 1) == 2 * D * 60  # scores
-        assert MIXER_FLOPS["moe"](few, 1) == 2 * D * 4 + 2 * 4 * D * 8
-        assert MIXER_FLOPS["switch"](few, 1) == 2 * D * 4 + 4 * D * 8
+        model_flops = lambda name, config: costs(name, Setting(config, 1, 1)).model_flops  # noqa: E731
+        assert model_flops("moe", many) - model_flops("moe", few) == 2 * D * 60  # scores
+        assert model_flops("moe", few) == 2 * D * 4 + 2 * 4 * D * 8
+        assert model_flops("switch", few) == 2 * D * 4 + 4 * D * 8
 
     def test_what_computed_is_counted_where_it_is_known(self):
         config = dataclasses.replace(CONFIG, pattern=("moe+switch+relu_moe",))

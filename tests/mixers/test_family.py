@@ -8,8 +8,8 @@ from flax import nnx
 from aamoe_jax.config import ModelConfig, MoEConfig
 from aamoe_jax.layers import merge_heads, rotate_heads
 from aamoe_jax.mixers.base import Context, causal_mask
+from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.family import head_scores, softmax_selected, top_selected
-from aamoe_jax.mixers.registry import build_mixer
 
 LENGTH = 8
 CONFIG = ModelConfig(d_model=16, num_heads=2, num_layers=1, d_ff=24, moe=MoEConfig(num_experts=4, top_k=2))

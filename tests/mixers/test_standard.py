@@ -9,7 +9,7 @@ from flax import linen, nnx
 
 from aamoe_jax.config import AAMoEConfig, ModelConfig
 from aamoe_jax.mixers.base import Context
-from aamoe_jax.mixers.registry import build_mixer
+from aamoe_jax.mixers.build import build_mixer
 
 LENGTH, WIDTH, HEADS = 9, 16, 4
 CONFIG = ModelConfig(

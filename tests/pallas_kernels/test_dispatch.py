@@ -98,3 +98,9 @@ def test_kernels_are_the_default_where_the_compiler_need_not_divide_them(monkeyp
     pretend("TPU v5p", 8)
     jax.eval_shape(sharded, jax.ShapeDtypeStruct((2,), jnp.float32))
     assert found == [True]
+
+
+def test_peaks_are_those_of_the_data_sheets():
+    """Of a device as JAX counts them: both cores of a v5p chip, one of a TPU7x."""
+    peaks = {kind: chips.peak_flops(kind) for kind in ("TPU v5p", "TPU v6 lite", "TPU7x", "NVIDIA H200", "cpu")}
+    assert peaks == {"TPU v5p": 459e12, "TPU v6 lite": 918e12, "TPU7x": 1153.5e12, "NVIDIA H200": 989e12, "cpu": None}

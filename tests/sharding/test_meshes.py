@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from aamoe_jax.mixers.registry import MIXERS
+from aamoe_jax.registry import MIXERS
 from benchmarks.meshes import factorizations
 
 MESHES = ["x".join(map(str, sizes)) for sizes in factorizations(8)]

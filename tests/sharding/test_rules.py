@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ from aamoe_jax.config import (
     ModelConfig,
     TrainingConfig,
 )
-from aamoe_jax.mixers.registry import MIXERS
+from aamoe_jax.registry import MIXERS
 from aamoe_jax.sharding import ShardingRules, make_mesh, parameter_specs, require_divisible
 from aamoe_jax.shards import AXES
 from aamoe_jax.training.state import place
@@ -33,7 +34,14 @@ def everything() -> ModelConfig:
     """A model with every parameter that there is."""
     budget = BudgetConfig(normalizer="row")
     aamoe = AAMoEConfig(chunk_size=8, num_experts=4, null_slot="learned", budget=budget)
-    return ModelConfig(d_model=32, num_heads=4, num_layers=1, pattern=("+".join(MIXERS),), aamoe=aamoe)
+    return ModelConfig(d_model=32, num_heads=4, num_layers=1, pattern=("+".join(in_golden_order()),), aamoe=aamoe)
+
+
+def in_golden_order() -> list[str]:
+    """All mixers: those of the golden file as they are counted there, then new ones."""
+    blocks = re.findall(r"periods/blocks/(\d+)_(\w+)/", GOLDEN.read_text())
+    known = [name for _, name in sorted({(int(index), name) for index, name in blocks})]
+    return known + sorted(set(MIXERS) - set(known))
 
 
 def placed() -> dict[str, list]:

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 from aamoe_jax.config import DataConfig, ModelConfig, MoEConfig
 from aamoe_jax.data.tokenizers import ByteTokenizer
 from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.experts import weighed_by_load
-from aamoe_jax.mixers.registry import build_mixer
 from aamoe_jax.model import structure
 from aamoe_jax.training.auxiliary import LOSSES, adapted, auxiliary_loss, first_sparsity_weights, loss_weights
 from aamoe_jax.training.checkpoints import load_checkpoint
