@@ -330,10 +330,12 @@ class TestConfigs:
 
 class TestCompleteness:
     def test_every_mixer_is_described(self):
-        assert not [name for name in MIXERS if f"`{name}`" not in PAGES["docs/mixers.md"]]
+        shipped = [name for name, entry in MIXERS.items() if entry.cls.__module__.startswith("aamoe_jax.")]
+        assert not [name for name in shipped if f"`{name}`" not in PAGES["docs/mixers.md"]]
 
     def test_every_public_name_is_in_the_reference(self):
-        assert not [name for name in aamoe_jax.__all__ if not re.search(rf"\b{name}\b", PAGES["docs/api.md"])]
+        names = set(aamoe_jax.__all__) - {"__version__"}
+        assert not [name for name in names if not re.search(rf"\b{name}\b", PAGES["docs/api.md"])]
 
     def test_every_exit_code_is_explained(self):
         rows = re.findall(r"^\| (\d+) \|", PAGES["docs/fault_tolerance.md"], flags=re.MULTILINE)

@@ -73,7 +73,7 @@ def next_budget(
     signal: Float[Array, "b 1"],
     limit: Int[Array, "b 1"],
     positions: Int[Array, "b 1"],
-    beta: Float[Array, ""],
+    beta: Float[Array, ""] | float,
     slack: int,
     log_mean: Float[Array, "b 2"],
     spent: Int[Array, "b"],
@@ -160,7 +160,10 @@ def _segment_cumulative_logsumexp(
 
 
 def next_prefix_budget(
-    importance: Float[Array, "b 1"], log_mean: Float[Array, "b 2"], positions: Int[Array, "b 1"], beta: Float[Array, ""]
+    importance: Float[Array, "b 1"],
+    log_mean: Float[Array, "b 2"],
+    positions: Int[Array, "b 1"],
+    beta: Float[Array, ""] | float,
 ) -> tuple[Float[Array, "b 1"], Float[Array, "b 2"]]:
     """`prefix_budgets` of one more token, and the new log of the running mean of exp(importance).
 

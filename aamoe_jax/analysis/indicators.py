@@ -84,9 +84,10 @@ def mapped_blocks(config: ModelConfig) -> list[tuple[int, str]]:
     """The layers, counted from 0, and mixers whose statistics hold an attention map, in the order of the stack."""
 
     def statistics() -> tuple[dict[str, Array], ...]:
-        fixed = LanguageModel(config, rngs=nnx.Rngs(0)).fixed_streams(1)
-        x = jnp.zeros((1, 1, config.d_model), config.dtype)
-        rows = Context.of_rows(config, 1, 1)
+        length = config.aamoe.chunk_size  # AA-MoE layers take whole chunks
+        fixed = LanguageModel(config, rngs=nnx.Rngs(0)).fixed_streams(length)
+        x = jnp.zeros((1, length, config.d_model), config.dtype)
+        rows = Context.of_rows(config, 1, length)
         context = Context(rows.segment_ids, rows.positions, causal_budget(config), 0.0, "maps", embedded=x, fixed=fixed)
         dials = jax.tree.map(lambda dial: dial[0], dials_of_periods(config))
         return Period(config, rngs=nnx.Rngs(0))(x, context, dials)[2]

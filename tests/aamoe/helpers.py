@@ -40,7 +40,9 @@ def layer_of(config: ModelConfig, *, seed: int = 0, importance: float = 1.0) -> 
 
 
 def padded(layer: nnx.Module, h: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """layer(h, context) of rows of any length: they are padded to whole chunks, as the model does."""
+    """layer(h, context) of rows of any length: for an AA-MoE layer they are padded to whole chunks, as the model does."""
+    if not isinstance(layer, AAMoELayer):
+        return layer(h, context)
     rows = {"segment_ids": context.segment_ids, "positions": context.positions}
     context = dataclasses.replace(context, **{name: whole_chunks(x, M) for name, x in rows.items()})
     output, about = layer(whole_chunks(h, M), context)

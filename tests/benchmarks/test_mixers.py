@@ -62,7 +62,7 @@ def test_the_program_measures_and_writes(tmp_path):
     assert done.stdout == (tmp_path / "x.md").read_text() == mixers.report(record)
     assert [row["length"] for row in record["rows"]] == [32, 64]
     for row in record["rows"]:
-        assert list(row["mixers"]) == ["attention", "random_qk", "moe"]
+        assert list(row["mixers"]) == ["attention", "moe", "random_qk"]
         for name, figures in row["mixers"].items():
             assert figures["milliseconds"] > 0
             config = ModelConfig(d_model=16, num_heads=2, num_layers=1, aamoe=CONFIG.aamoe)
