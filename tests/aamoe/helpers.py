@@ -40,7 +40,7 @@ def layer_of(config: ModelConfig, *, seed: int = 0, importance: float = 1.0) -> 
 
 
 def padded(layer: nnx.Module, h: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """layer(h, context) of rows of any length: for an AA-MoE layer they are padded to whole chunks, as the model does."""
+    """layer(h, context) of rows of any length: an AA-MoE layer gets whole chunks, as in the model."""
     if not isinstance(layer, AAMoELayer):
         return layer(h, context)
     rows = {"segment_ids": context.segment_ids, "positions": context.positions}
