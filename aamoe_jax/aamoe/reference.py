@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from aamoe_jax.config import ModelConfig
+from aamoe_jax.config import AAMoEConfig, ModelConfig
 
 Params = dict[str, Any]
 """Parameters of one layer, `nnx.to_pure_dict(nnx.state(layer))`, as float64."""
@@ -46,13 +46,18 @@ def reference_layer(
     size = config.d_model // heads
     weights = {name: params["qkv"][name]["kernel"] for name in ("query", "key", "value")}
     keys, values = of_keys(params, config, h) @ weights["key"], h @ weights["value"]
+    keys = np.stack([rotate_heads(key, t, config) for t, key in enumerate(keys)])
+    if layer.router == "pooled":
+        rows = split(params["expert_keys"].reshape(-1, config.d_model), heads)
+        chunks, experts = pooled(layer, keys), pooled(layer, rows)
     output = np.zeros_like(h)
     for i in range(len(h)):
         if count[i] == 0:
             continue  # the token bypasses the layer (AA-26)
         query = h[i] @ weights["query"]
+        rotated_query = rotate_heads(query, i, config)
         if layer.router == "pooled":
-            score = pooled_scores(params, config, query, keys, i)
+            score = pooled_scores(split(query, heads), rotated_query, chunks[: i // layer.chunk_size], experts)
         else:
             score = learned_scores(params, config, h, i)
         logits, seen = [], []
@@ -64,8 +69,7 @@ def reference_layer(
                     seen.append(split(value, heads))
                 continue
             for t in tokens_of(config, kind, j, i):
-                product = dot(rotate_heads(query, i, config), rotate_heads(keys[t], t, config))
-                logits.append(product / size**0.5 + log_p)
+                logits.append(dot(rotated_query, keys[t]) / size**0.5 + log_p)
                 seen.append(split(values[t], heads))
         attention = np.exp(np.array(logits) - np.max(logits))
         attention /= attention.sum(0)
@@ -95,30 +99,35 @@ def learned_scores(params: Params, config: ModelConfig, h: Float[np.ndarray, "L 
     return score | {("local", i // m): route @ h[i] / d**0.5}
 
 
+def pooled(layer: AAMoEConfig, rows: Float[np.ndarray, "n H k"]) -> Float[np.ndarray, "j g H k"]:
+    """g keys for every resource: the mean of each group, as long as its keys are (root mean square)."""
+    groups = rows.reshape(-1, layer.pooled_keys, layer.pool_size, *rows.shape[1:])
+    mean = groups.mean(2)
+    length = np.sqrt(np.square(groups).mean((2, 4)) / np.square(mean).mean(-1))
+    return mean * length[..., None]
+
+
 def pooled_scores(
-    params: Params, config: ModelConfig, query: Float[np.ndarray, "d"], keys: Float[np.ndarray, "L d"], i: int
+    query: Float[np.ndarray, "H k"],
+    rotated_query: Float[np.ndarray, "H k"],
+    chunks: Float[np.ndarray, "j g H k"],
+    experts: Float[np.ndarray, "E g H k"],
 ) -> dict[Resource, float]:
     """r = log P(choose) from pooled keys (`pooled.py`): a softmax over all of them in every head, then the mean over
-    heads; of the local resource 0."""
-    layer, heads, k = config.aamoe, config.num_heads, config.d_model // config.num_heads
-    m = layer.chunk_size
+    heads; of the local resource 0.
 
-    def weight(query: Float[np.ndarray, "H k"], rows: Float[np.ndarray, "m H k"]) -> Float[np.ndarray, "H"]:
-        total = np.zeros(heads)
-        for group in rows.reshape(-1, layer.pool_size, heads, k):
-            mean = group.mean(0)
-            length = np.sqrt(np.square(group).mean((0, 2)) / np.square(mean).mean(-1))
-            total += np.exp(dot(query, mean * length[:, None]) / k**0.5)
-        return total
-
-    found = {}
-    for j in range(i // m):
-        rotated = np.stack([rotate_heads(keys[t], t, config) for t in range(j * m, (j + 1) * m)])
-        found["chunk", j] = weight(rotate_heads(query, i, config), rotated)
-    for expert, rows in enumerate(params["expert_keys"]):
-        found["expert", expert] = weight(split(query, heads), split(rows, heads))
-    total = sum(found.values())
-    return {name: np.log((one / total).mean()) for name, one in found.items()} | {("local", i // m): 0.0}
+    Args:
+      chunks: those that are complete, rotated.
+    """
+    size = query.shape[-1]
+    kinds = ("chunk", rotated_query, chunks), ("expert", query, experts)
+    weights = {
+        (kind, j): np.exp(np.einsum("hk,ghk->gh", q, keys) / size**0.5).sum(0)
+        for kind, q, rows in kinds
+        for j, keys in enumerate(rows)
+    }
+    total = sum(weights.values())
+    return {name: np.log((weight / total).mean()) for name, weight in weights.items()} | {("local", len(chunks)): 0.0}
 
 
 def ranked(config: ModelConfig, score: dict[Resource, float], i: int) -> list[Resource]:
