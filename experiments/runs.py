@@ -111,7 +111,9 @@ def run(
 
 
 def refuse_other_result(result: Result, config: ExperimentConfig, eval_batches: int, path: Path) -> None:
-    """Raises a ConfigError unless the result is of this experiment."""
+    """Raises a ConfigError unless the result is of this experiment, and has what reports show."""
+    if "documents" not in result:
+        raise ConfigError(f"{path} was measured by an older version: delete this file; the training is kept")
     changed = {
         name: values
         for name, values in changed_fields(result["config"], to_dict(config), ExperimentConfig).items()

@@ -189,11 +189,11 @@ class Evaluator:
         for index in range(len(batches)):
             batch = batches[index]
             batch_nll, more = self._losses(params, self._put(batch), scale)
-            batch_nll = np.asarray(batch_nll, np.float64)
+            batch_nll = np.asarray(batch_nll)
             if self._placement is None:
                 by_target.append(batch_nll)
-                batch_nll = batch_nll.sum(0)
-            nll = nll + batch_nll
+                batch_nll = batch_nll.sum(0, dtype=np.float64)
+            nll = nll + np.asarray(batch_nll, np.float64)
             # In float64 on the host: counts of a long evaluation leave the integers of float32.
             more = jax.tree.map(lambda x: np.asarray(x, np.float64), more)
             statistics = combine(statistics, more) if statistics else more

@@ -1,6 +1,7 @@
 """Studies: variants that load, runs that are shared, claims that are judged (DEC-16, DEC-20, PM-15)."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -120,3 +121,8 @@ class TestDEC16:
         other = dataclasses.replace(config, model=dataclasses.replace(config.model, pattern=("mlp",)))
         with pytest.raises(ConfigError, match=r"ModelConfig\.pattern"):
             studies.conduct(study, dict.fromkeys(variants, other), [0], tmp_path / "runs", 0)
+        path = tmp_path / "runs/whole-0/result.json"
+        old = {name: value for name, value in json.loads(path.read_text()).items() if name != "documents"}
+        path.write_text(json.dumps(old))
+        with pytest.raises(ConfigError, match=r"whole-0/result\.json was measured by an older version: delete"):
+            studies.conduct(study, experiments, [0], tmp_path / "runs", 0)
