@@ -1,4 +1,4 @@
-"""What all mixers share: norms, projections, rotary positions.
+"""What all mixers share: norms, projections, rotary position embeddings.
 
 Shapes: b rows, L tokens per row, d width, H heads, k = d / H.
 """
@@ -70,33 +70,31 @@ def merge_heads(x: Float[Array, "*batch H k"]) -> Float[Array, "*batch d"]:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
-class Rotation(NamedTuple):
-    """Cosines and sines of the angles position * base^(-2n/k), n < k/2: what turns vectors of width k."""
+class RotaryTable(NamedTuple):
+    """Cosines and sines of the angles position * base^(-2n/k), n < k/2, for vectors of width k."""
 
     cos: Float[Array, "*batch k/2"]
     sin: Float[Array, "*batch k/2"]
 
 
-def rotation(positions: Int[Array, "*batch"], width: int, base: float) -> Rotation:
-    """The rotation of every position, for vectors of `width`."""
+def rotary_table(positions: Int[Array, "*batch"], width: int, base: float) -> RotaryTable:
+    """The angles of every position, for vectors of `width`."""
     half = width // 2
     angle = positions[..., None].astype(jnp.float32) * base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    return Rotation(jnp.cos(angle), jnp.sin(angle))
+    return RotaryTable(jnp.cos(angle), jnp.sin(angle))
 
 
-def rotate(x: Float[Array, "*batch k"], turn: Rotation) -> Float[Array, "*batch k"]:
-    """Rotary position embedding: every pair (x_n, x_{n + k/2}) is turned by its angle.
+def apply_rotary(x: Float[Array, "*batch k"], table: RotaryTable) -> Float[Array, "*batch k"]:
+    """Rotary position embedding (RoPE): rotates every pair (x_n, x_{n + k/2}) by its angle.
 
-    Dot products of two rotated vectors depend on the difference of their positions alone.
+    Dot products of two rotated vectors depend on the difference of their positions alone. Where x has heads, [..., H,
+    k], all heads of a token have the angles of its position.
     """
+    if x.ndim > table.cos.ndim:
+        table = RotaryTable(*(angles[..., None, :] for angles in table))
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * turn.cos - second * turn.sin, second * turn.cos + first * turn.sin], axis=-1)
-    return turned.astype(x.dtype)
-
-
-def rotate_heads(x: Float[Array, "*batch H k"], turn: Rotation) -> Float[Array, "*batch H k"]:
-    """`rotate` of every head."""
-    return rotate(x, Rotation(turn.cos[..., None, :], turn.sin[..., None, :]))
+    pairs = first * table.cos - second * table.sin, second * table.cos + first * table.sin
+    return jnp.concatenate(pairs, axis=-1).astype(x.dtype)
 
 
 class QueryKeyValue(nnx.Module):

@@ -6,20 +6,22 @@ Shapes: b rows, L tokens per row, d width, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.aamoe.resources import whole_chunks
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Norm
-from aamoe_jax.mixers.base import NO_STREAMS, BudgetMode, Cache, Context, Detail, FixedStreams, Statistics
+from aamoe_jax.mixers.base import BudgetMode, Cache, Context, Detail, Statistics
 from aamoe_jax.mixers.build import build_mixer
+from aamoe_jax.mixers.fixed_maps import fixed_streams
 from aamoe_jax.registry import MIXERS
 from aamoe_jax.shards import TENSOR, TOKENS, WHOLE, Shards
 from pallas_kernels.varying import equally_varying
@@ -41,42 +43,18 @@ class Block(nnx.Module):
         self.mixer = build_mixer(name, config, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
-        output, statistics = self.mixer(self.norm(x), self._normed(context))
-        return x + context.gate * output, statistics
-
-    def advance(self, context: Context) -> FixedStreams:
-        """The fixed streams after this block: rows of a batch like any other."""
-        streams = context.fixed.x.items()
-        return context.fixed._replace(x={name: self(x, context.of_fixed(name))[0] for name, x in streams})
+        output, statistics = self.mixer(self.norm(x), context)
+        return x + output, statistics
 
     def prefill(self, x: Float[Array, "b L d"], context: Context, cache: Cache) -> tuple[Float[Array, "b L d"], Cache]:
         """The block over a prompt, and the cache after it."""
-        output, cache = self.mixer.prefill(self.norm(x), self._normed(context), cache)
-        return x + context.gate * output, cache
+        output, cache = self.mixer.prefill(self.norm(x), context, cache)
+        return x + output, cache
 
     def decode(self, x: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
         """The block over one more token in every row."""
         output, cache = self.mixer.decode(self.norm(x), context, cache)
-        return x + context.gate * output, cache
-
-    def _normed(self, context: Context) -> Context:
-        fixed = context.fixed._replace(x={name: self.norm(x) for name, x in context.fixed.x.items()})
-        return dataclasses.replace(context, fixed=fixed)
-
-
-class Dials(NamedTuple):
-    """What is set for every block, beside its parameters."""
-
-    beta: Float[Array, "*periods p"]
-    """The budget of its layer."""
-    gate: Float[Array, "*periods p"] | None = None
-    """0 leaves the block out; None: all are there."""
-
-    def of_blocks(self, context: Context) -> Iterator[Context]:
-        """The context of every block of one period."""
-        gates = [1.0] * len(self.beta) if self.gate is None else self.gate
-        for beta, gate in zip(self.beta, gates, strict=True):
-            yield dataclasses.replace(context, beta=beta, gate=gate)
+        return x + output, cache
 
 
 class Period(nnx.Module):
@@ -88,13 +66,22 @@ class Period(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "b L d"], context: Context, dials: Dials
-    ) -> tuple[Float[Array, "b L d"], FixedStreams, tuple[Statistics, ...]]:
+        self, x: Float[Array, "b L d"], context: Context, betas: Float[Array, "p"], kept: Bool[Array, "p"] | None = None
+    ) -> tuple[Float[Array, "b L d"], Any, tuple[Statistics, ...]]:
+        """All blocks in order: what leaves the last, `Context.fixed` behind it, and the statistics of each.
+
+        Args:
+          betas: the budget of every block.
+          kept: whether it is there; None: all are.
+        """
         collected, fixed = [], context.fixed
-        for at, block in zip(dials.of_blocks(context), self.blocks.values(), strict=True):
-            at = dataclasses.replace(at, fixed=fixed)
+        for index, block in enumerate(self.blocks.values()):
+            at, before = dataclasses.replace(context, beta=betas[index], fixed=fixed), (x, fixed)
+            if fixed is not None:
+                at, fixed = fixed.through(block, at)
             x, statistics = block(x, at)
-            fixed = block.advance(at)
+            if kept is not None:
+                x, fixed = jax.tree.map(functools.partial(jnp.where, kept[index]), (x, fixed), before)
             collected.append(statistics)
         return x, fixed, tuple(collected)
 
@@ -103,24 +90,25 @@ class Period(nnx.Module):
         return [block.mixer.empty_cache(rows, length) for block in self.blocks.values()]
 
     def prefill(
-        self, x: Float[Array, "b L d"], context: Context, dials: Dials, caches: list[Cache]
-    ) -> tuple[Float[Array, "b L d"], FixedStreams, list[Cache]]:
+        self, x: Float[Array, "b L d"], context: Context, betas: Float[Array, "p"], caches: list[Cache]
+    ) -> tuple[Float[Array, "b L d"], Any, list[Cache]]:
         """All blocks over a prompt, and the caches after it."""
         filled, fixed = [], context.fixed
-        for at, block, cache in zip(dials.of_blocks(context), self.blocks.values(), caches, strict=True):
-            at = dataclasses.replace(at, fixed=fixed)
+        for beta, block, cache in zip(betas, self.blocks.values(), caches, strict=True):
+            at = dataclasses.replace(context, beta=beta)
+            if fixed is not None:
+                at, fixed = fixed.through(block, at)
             x, cache = block.prefill(x, at, cache)
-            fixed = block.advance(at)
             filled.append(cache)
         return x, fixed, filled
 
     def decode(
-        self, x: Float[Array, "b 1 d"], context: Context, dials: Dials, caches: list[Cache]
+        self, x: Float[Array, "b 1 d"], context: Context, betas: Float[Array, "p"], caches: list[Cache]
     ) -> tuple[Float[Array, "b 1 d"], list[Cache]]:
         """All blocks over one more token in every row."""
         longer = []
-        for at, block, cache in zip(dials.of_blocks(context), self.blocks.values(), caches, strict=True):
-            x, cache = block.decode(x, at, cache)
+        for beta, block, cache in zip(betas, self.blocks.values(), caches, strict=True):
+            x, cache = block.decode(x, dataclasses.replace(context, beta=beta), cache)
             longer.append(cache)
         return x, longer
 
@@ -133,25 +121,24 @@ def stacked_periods(config: ModelConfig, *, rngs: nnx.Rngs) -> Period:
     return nnx.merge(graphdef, params)
 
 
-def dials_of_periods(
-    config: ModelConfig,
-    skipped: frozenset[Skipped] = frozenset(),
-    scale: Float[Array, ""] | float = 1.0,
-    max_scale: float = 1.0,
-) -> Dials:
-    """The budget of every block of every period, that of its layer; and a gate of 0 for blocks that are skipped.
+def betas_of_blocks(
+    config: ModelConfig, scale: Float[Array, ""] | float = 1.0, max_scale: float = 1.0
+) -> Float[Array, "periods p"]:
+    """The budget of every block of every period, that of its layer.
 
     Args:
       scale: multiplies every budget (AA-35), as far as `max_scale` times the largest, which bounds the work.
     """
-    of_layers = jnp.minimum(jnp.asarray(config.betas, jnp.float32) * scale, max(config.betas) * max_scale)
-    of_layers = of_layers.reshape(config.periods, -1)
-    betas = of_layers[:, np.array([layer for layer, _ in config.mixers])]
+    betas = jnp.minimum(jnp.asarray(config.betas, jnp.float32) * scale, max(config.betas) * max_scale)
+    return betas.reshape(config.periods, -1)[:, np.array([layer for layer, _ in config.mixers])]
+
+
+def kept_blocks(config: ModelConfig, skipped: frozenset[Skipped]) -> Bool[Array, "periods p"] | None:
+    """Which blocks of every period are not skipped (DEC-11); None: all are there."""
     if not skipped:
-        return Dials(betas)
+        return None
     layers = np.arange(config.num_layers).reshape(config.periods, -1)
-    gates = [[float(skipped.isdisjoint({row[at], name})) for at, name in config.mixers] for row in layers]
-    return Dials(betas, jnp.asarray(gates, config.dtype))
+    return jnp.array([[skipped.isdisjoint({row[at], name}) for at, name in config.mixers] for row in layers])
 
 
 class LanguageModel(nnx.Module):
@@ -160,6 +147,9 @@ class LanguageModel(nnx.Module):
     def __init__(self, config: ModelConfig, skipped: frozenset[Skipped] = frozenset(), *, rngs: nnx.Rngs):
         self.config = config
         self.skipped = skipped
+        mixers = [MIXERS[name] for _, name in config.mixers]
+        self.reads_embeddings = any(mixer.embeddings for mixer in mixers)
+        self.reads_fixed_streams = any(mixer.fixed_stream is not None for mixer in mixers)
         shape = (config.vocab_size, config.d_model)
         # Scaled up by sqrt(d) on the way in, so that one table serves both ends: unit activations, unit logits.
         table = config.d_model**-0.5 * jax.random.normal(rngs.params(), shape)
@@ -200,6 +190,7 @@ class LanguageModel(nnx.Module):
         segment_ids = jnp.ones_like(tokens) if segment_ids is None else segment_ids
         positions = jnp.broadcast_to(jnp.arange(length), tokens.shape) if positions is None else positions
         tokens, segment_ids, positions = (self.whole_chunks(x) for x in (tokens, segment_ids, positions))
+        x = self.embed(shards.part(tokens, TOKENS), shards)
         context = Context(
             segment_ids=segment_ids,
             positions=positions,
@@ -209,14 +200,10 @@ class LanguageModel(nnx.Module):
             scale=budget_scale,
             max_scale=max_budget_scale,
             shards=shards,
-        ).with_turns(self.config)
-        x = self.embed(shards.part(tokens, TOKENS), shards)
-        reads_embeddings = any(MIXERS[name].embeddings for _, name in self.config.mixers)
-        context = dataclasses.replace(
-            context,
-            embedded=shards.gather(x, TENSOR) if reads_embeddings else None,
-            fixed=self.fixed_streams(tokens.shape[1], shards),
+            embedded=shards.gather(x, TENSOR) if self.reads_embeddings else None,
+            fixed=fixed_streams(self.config, self.embed, tokens.shape[1], shards) if self.reads_fixed_streams else None,
         )
+        context = dataclasses.replace(context, rotary_tables=context.rotary(self.config))
         x, statistics = self._run_periods(x, context)
         if length == tokens.shape[1]:
             return self.logits(x, shards), statistics
@@ -232,16 +219,6 @@ class LanguageModel(nnx.Module):
         table = shards.for_use(self.embedding, "float32")
         return (table[tokens] * self.config.d_model**0.5).astype(self.config.dtype)
 
-    def fixed_streams(self, length: int, shards: Shards = WHOLE) -> FixedStreams:
-        """What enters the first block beside the batch: noise or a text, where a mixer makes its map of it."""
-        config = self.config
-        starts = {name: start for _, name in config.mixers if (start := MIXERS[name].fixed_stream) is not None}
-        if not starts:
-            return NO_STREAMS
-        whole = dataclasses.replace(Context.of_rows(config, 1, length), shards=shards)
-        x = {name: start(self.embed, config, whole.index, shards) for name, start in starts.items()}
-        return FixedStreams(x, {name: shards.gather(row, TENSOR) for name, row in x.items()}, whole.turns(config))
-
     def logits(self, x: Float[Array, "*batch d"], shards: Shards = WHOLE) -> Float[Array, "*batch V"]:
         """Next-token logits (float32) of what leaves the last block."""
         readout = shards.for_use(self.embedding if self.config.embedding == "tied" else self.readout, self.config.dtype)
@@ -252,23 +229,21 @@ class LanguageModel(nnx.Module):
         """All blocks in order, one period per step of a scan: compiled once, whatever the depth."""
         graphdef, params = nnx.split(self.periods)
 
-        def body(
-            streams: tuple[Array, dict[str, Array]], inputs: tuple[Any, Dials]
-        ) -> tuple[Any, tuple[Statistics, ...]]:
-            (x, fixed), (params, dials) = streams, inputs
+        def body(carry: tuple[Array, Any], inputs: tuple[Any, Array, Any]) -> tuple[Any, tuple[Statistics, ...]]:
+            (x, fixed), (params, betas, kept) = carry, inputs
             # Gathered inside the body: one period at a time, and once more in the backward pass under `remat`.
             params = nnx.map_state(
                 lambda _, param: param.replace(context.shards.for_use(param, self.config.dtype)), params
             )
-            at = dataclasses.replace(context, fixed=context.fixed._replace(x=fixed))
-            x, fixed, statistics = nnx.merge(graphdef, params)(x, at, dials)
-            return (x, fixed.x), statistics
+            at = dataclasses.replace(context, fixed=fixed)
+            x, fixed, statistics = nnx.merge(graphdef, params)(x, at, betas, kept)
+            return (x, fixed), statistics
 
-        streams, _ = equally_varying(((x, context.fixed.x), params))  # what goes around a loop keeps its type
-        dials = dials_of_periods(self.config, self.skipped, context.scale, context.max_scale)
+        carry, _ = equally_varying(((x, context.fixed), params))  # what goes around a loop keeps its type
+        betas = betas_of_blocks(self.config, context.scale, context.max_scale)
         if self.config.remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[self.config.remat])
-        (x, _), collected = jax.lax.scan(body, streams, (params, dials))
+        (x, _), collected = jax.lax.scan(body, carry, (params, betas, kept_blocks(self.config, self.skipped)))
         return x, _in_layer_order(collected)
 
 

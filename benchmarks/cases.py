@@ -15,14 +15,13 @@ from jaxtyping import Array, Float, Int
 
 from aamoe_jax.aamoe.costs import flops_per_pair
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import Rotation
-from aamoe_jax.mixers.base import Context, Statistics
+from aamoe_jax.mixers.base import Context, RotaryTables, Statistics
 from aamoe_jax.mixers.build import build_mixer, costs
 from aamoe_jax.mixers.costs import Setting
 from benchmarks.dense import CANDIDATES, parallel_layer
 
 AAMOE = "aamoe"
-Row = tuple[Int[Array, "1 L"], Int[Array, "1 L"], dict[int, Rotation]]
+Row = tuple[Int[Array, "1 L"], Int[Array, "1 L"], RotaryTables]
 """Segment ids, positions and rotations, all of which a stack computes once for all of its layers."""
 Arguments = tuple[Any, Float[Array, "1 L d"], Float[Array, "1 L d"], Row]
 """Parameters, the normed input of the layer, the cotangent of its output, and the row."""
@@ -51,9 +50,9 @@ class Case:
         # The row is an argument as it is in training: as a constant, masks would be folded at compile time, which takes
         # minutes and is no measure of anything.
         def step(params: Any, h: Array, cotangent: Array, row: Row) -> tuple[Array, tuple[Any, Array], Statistics]:
-            segment_ids, positions, turns = row
+            segment_ids, positions, rotary_tables = row
             budget, beta = self.config.aamoe.budget.normalizer, self.config.betas[0]
-            context = Context(segment_ids, positions, budget, beta, known_turns=turns)
+            context = Context(segment_ids, positions, budget, beta, rotary_tables=rotary_tables)
 
             def forward(params: Any, h: Array) -> tuple[Array, Statistics]:
                 layer = nnx.merge(graphdef, params)
@@ -71,8 +70,8 @@ class Case:
         """Random, and the same for every layer of one config and length."""
         shape = (1, self.length, self.config.d_model)
         h, cotangent = (jax.random.normal(key, shape, self.config.dtype) for key in jax.random.split(jax.random.key(1)))
-        context = Context.of_rows(self.config, 1, self.length).with_turns(self.config)
-        row = context.segment_ids, context.positions, context.known_turns
+        context = Context.of_rows(self.config, 1, self.length)
+        row = context.segment_ids, context.positions, context.rotary(self.config)
         return nnx.state(self.build()), h, cotangent, row
 
     def shapes(self) -> Arguments:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from aamoe_jax.layers import merge_heads, rotate_heads
+from aamoe_jax.layers import apply_rotary, merge_heads
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.parts import SideBySide
 
@@ -28,8 +28,8 @@ def parallel_layer(
     attention, feed_forward = layer.parts["attention"], layer.parts["feed_forward"]
     config = attention.config
     query, key, value = attention.qkv(h)
-    turn = context.turns(config).heads
-    heads = attend(rotate_heads(query, turn), rotate_heads(key, turn), value)
+    rotary = context.rotary(config).heads
+    heads = attend(apply_rotary(query, rotary), apply_rotary(key, rotary), value)
     return attention.output(merge_heads(heads)) + feed_forward(h, context)[0]
 
 

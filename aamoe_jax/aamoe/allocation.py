@@ -45,20 +45,16 @@ class Candidates(NamedTuple):
     """Score of the local resource, where that is bought before any other (decision 03)."""
     own: Int[Array, "b L"]
     """The token's own chunk."""
+    most: Int[Array, "b L"]
+    """How many a token can be given at all: those that are available, and at most K_max."""
     num_chunks: int
     """l: resources past it are experts."""
     slots: int
-    """K."""
+    """K: no token can use more slots than there are resources."""
     max_resources: Int[Array, ""] | int
-    """K_max, as the dial leaves it."""
+    """K_max, times the budget scale where that is above 1."""
     adds_up: bool
     """Whether exp(r) of all that is available adds up to 1 as it is."""
-
-    @property
-    def most(self) -> Int[Array, "b L"]:
-        """How many a token can be given at all: those that are available, and at most K_max."""
-        count = self.available.sum(-1) + (self.local is not None)
-        return jnp.minimum(count, jnp.minimum(self.max_resources, self.slots))
 
     def kinds(self) -> tuple[list[Float[Array, "b L _"]], list[Bool[Array, "b L _"]]]:
         """(scores of chunks, of experts), (availability of chunks, of experts)."""
@@ -74,8 +70,6 @@ class Candidates(NamedTuple):
 
     def learning_from(self, signal: Signal) -> Candidates:
         """With the gradient, or the softmax, that `AAMoEConfig.signal` leaves to chunks and experts (AA-23)."""
-        if signal == "joint":
-            return self
         (chunks, experts), (open_chunks, open_experts), local = *self.kinds(), self.local
         if signal == "context_stopped":
             chunks = jax.lax.stop_gradient(chunks)
@@ -106,22 +100,27 @@ def candidates(
         is_own = jnp.arange(every.shape[-1]) == own[..., None]
         every = jnp.where(is_own, of_local[..., None], every)
         available |= is_own & context.real[..., None]
-    slots, most = max_slots(config, every.shape[-1], context.max_scale), UNBOUNDED
-    if config.max_resources is not None:  # it grows with a dial above 1
-        scale = jnp.clip(context.scale, 1.0, max(context.max_scale, 1.0))
-        most = jnp.floor(config.max_resources * scale + 1e-4).astype(jnp.int32)
-    adds_up = config.router == "pooled" or config.signal == "separate"
-    first = of_local if local.first else None
-    found = Candidates(every, available, first, own, of_chunks.shape[-1], slots, most, adds_up)
-    found = found.learning_from(config.signal)
+    slots, max_resources = every.shape[-1] + local.first, UNBOUNDED
+    if config.max_resources is not None:  # it grows with a budget scale above 1
+        max_scale = max(context.max_scale, 1.0)
+        slots = min(slots, math.floor(config.max_resources * max_scale))
+        scaled = config.max_resources * jnp.clip(context.scale, 1.0, max_scale)
+        max_resources = jnp.floor(scaled + 1e-4).astype(jnp.int32)
+    found = Candidates(
+        scores=every,
+        available=available,
+        local=of_local if local.first else None,
+        own=own,
+        most=jnp.minimum(available.sum(-1) + local.first, jnp.minimum(max_resources, slots)),
+        num_chunks=of_chunks.shape[-1],
+        slots=slots,
+        max_resources=max_resources,
+        adds_up=config.router == "pooled" or config.signal == "separate",
+    )
+    if config.signal != "joint":
+        found = found.learning_from(config.signal)
     # Only a key without bias beside the resources makes the partition of eq 14 matter (decision 15).
     return found.normalized() if config.null_slot == "learned" else found
-
-
-def max_slots(config: AAMoEConfig, resources: int, max_scale: float) -> int:
-    """K: no token can use more slots than there are resources."""
-    most = resources + LOCAL[config.local].first
-    return most if config.max_resources is None else min(math.floor(config.max_resources * max(max_scale, 1.0)), most)
 
 
 class Allocator:
@@ -217,29 +216,16 @@ class Ranking(NamedTuple):
 
 
 def rank(candidates: Candidates, count: Int[Array, "b L"]) -> Ranking:
-    """The `count` best of every token: its local resource first where there is one, then by score."""
+    """The `count` best of every token: its local resource first where there is one, then by score, ties to the lower
+    index (AA-14, decision 14). Slots past `count` hold index 0 and score -inf."""
     local_first = candidates.local is not None
     slots = min(candidates.slots, candidates.scores.shape[-1] + local_first)
-    best, index = top_resources(candidates.scores, candidates.available, slots - local_first, count - local_first)
+    scores = jnp.where(candidates.available, candidates.scores, -jnp.inf)
+    index, best = select(scores, slots - local_first, count - local_first)
     if local_first:
         best = jnp.concatenate([candidates.local[..., None], best], axis=-1)
         index = jnp.concatenate([candidates.own[..., None], index], axis=-1)
     return Ranking(best, index)
-
-
-def top_resources(
-    scores: Float[Array, "b L A"],
-    available: Bool[Array, "b L A"],
-    slots: int,
-    count: Int[Array, "b L"] | None = None,
-) -> tuple[Float[Array, "b L K"], Int[Array, "b L K"]]:
-    """Scores and indices of the best available resources, best first, ties to the lower index (AA-14, decision 14).
-
-    Unavailable resources come last, with score -inf. Given how many every token will read, no more need be ranked:
-    slots past `count` hold index 0 and score -inf.
-    """
-    index, best = select(jnp.where(available, scores, -jnp.inf), slots, count)
-    return best, index
 
 
 def pay(

@@ -135,18 +135,9 @@ def prefix_budgets(
     importance: Float[Array, "b L"], segment_ids: Int[Array, "b L"], beta: Float[Array, ""] | float
 ) -> Float[Array, "b L"]:
     """Causal budgets, beta * exp(s_i) / mean_{j <= i} exp(s_j), the mean running over the token's document so far."""
-    start = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    log_sum, count = _segment_cumulative_logsumexp(importance, start)
-    budget = beta * jnp.exp(importance - log_sum + jnp.log(count))
-    return jnp.where(segment_ids > 0, budget, 0.0)
 
-
-def _segment_cumulative_logsumexp(
-    x: Float[Array, "b L"], start: Bool[Array, "b L"]
-) -> tuple[Float[Array, "b L"], Float[Array, "b L"]]:
-    """log sum_{j <= i} exp(x_j) and the number of terms, both counted from the last `start`."""
-
-    def merge(left, right):
+    def merge(left: tuple[Array, Array, Array], right: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """log sum exp and the number of terms, both counted from the last start of a document."""
         left_start, left_sum, left_count = left
         right_start, right_sum, right_count = right
         return (
@@ -155,8 +146,11 @@ def _segment_cumulative_logsumexp(
             jnp.where(right_start, right_count, left_count + right_count),
         )
 
-    _, log_sum, count = jax.lax.associative_scan(merge, (start, x, jnp.ones_like(x)), axis=1)
-    return log_sum, count
+    start = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    terms = (start, importance, jnp.ones_like(importance))
+    _, log_sum, count = jax.lax.associative_scan(merge, terms, axis=1)
+    budget = beta * jnp.exp(importance - log_sum + jnp.log(count))
+    return jnp.where(segment_ids > 0, budget, 0.0)
 
 
 def next_prefix_budget(

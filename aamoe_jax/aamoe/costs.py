@@ -95,7 +95,7 @@ class AAMoECosts(Mixer):
         return FLOAT * (2 * d * (d + at.kv_width) + scored) + predictor
 
 
-class Attended(NamedTuple):
+class KeysPerToken(NamedTuple):
     """What a token attends to at full budget."""
 
     window_keys: int
@@ -106,15 +106,15 @@ class Attended(NamedTuple):
     """Most of them that one token could be given."""
 
 
-def attended(at: Setting) -> Attended:
+def attended(at: Setting) -> KeysPerToken:
     """At full budget: beta resources, the local one included; less where experts have a price above 1."""
     layer = at.config.aamoe
     resources = chunks_of_row(at) + layer.num_experts
     local = layer.local in ("window", "chunk")
     most = min(resources + local, layer.max_resources or resources + local)
     if layer.local != "window":
-        return Attended(0, min(at.config.betas[0], most), most)
-    return Attended(2 * layer.chunk_size, max(min(at.config.betas[0], most) - 1, 0), most - 1)
+        return KeysPerToken(0, min(at.config.betas[0], most), most)
+    return KeysPerToken(2 * layer.chunk_size, max(min(at.config.betas[0], most) - 1, 0), most - 1)
 
 
 def chunks_of_row(at: Setting) -> int:

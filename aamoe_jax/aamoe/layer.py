@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from aamoe_jax.aamoe import allocation, statistics
 from aamoe_jax.aamoe.allocation import Allocation, Candidates
-from aamoe_jax.aamoe.attend import Found, beside_null
+from aamoe_jax.aamoe.attend import Attended, beside_null
 from aamoe_jax.aamoe.budget import IMPORTANCE, Budget, BudgetPredictor, budget_of_rows
 from aamoe_jax.aamoe.costs import AAMoECosts
 from aamoe_jax.aamoe.decode import PagedDecoding
@@ -23,7 +23,7 @@ from aamoe_jax.aamoe.resources import LOCAL, chunks_of_rows
 from aamoe_jax.aamoe.router import Heads, LearnedRouter
 from aamoe_jax.aamoe.statistics import Steps
 from aamoe_jax.config import ConfigError, ModelConfig
-from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads, split_heads
+from aamoe_jax.layers import Projection, QueryKeyValue, apply_rotary, merge_heads, residual_gain, split_heads
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.convolution import CausalConvolution
 from aamoe_jax.registry import register
@@ -94,9 +94,9 @@ class AAMoELayer(PagedDecoding, AAMoECosts):
         if of_keys is None and self.config.aamoe.key_convolution:
             of_keys = self.convolution(h, context).astype(h.dtype)
         query, key, value = self.qkv(h, of_keys)
-        turn = context.turn_of_heads(self.config)
+        rotary = context.rotary(self.config).attending
         expert_key, expert_value = (x.astype(h.dtype) for x in self.expert_rows(key.shape[-2]))
-        rotated = rotate_heads(query, turn), rotate_heads(key, turn)
+        rotated = apply_rotary(query, rotary), apply_rotary(key, rotary)
         return Heads(h, query, *rotated, value, self.qkv.norm_key(expert_key), expert_value)
 
     def expert_rows(self, heads: int) -> tuple[Float[Array, "E m H k"], Float[Array, "E m H k"]]:
@@ -139,7 +139,7 @@ class AAMoELayer(PagedDecoding, AAMoECosts):
             )
         return self.predictor(h, context.beta)
 
-    def beside_null(self, found: Found) -> Float[Array, "b s H k"]:
+    def beside_null(self, found: Attended) -> Float[Array, "b s H k"]:
         """Heads, and the null slot beside them (decision 15)."""
         null = self.config.aamoe.null_slot == "learned"
         return beside_null(found.attention, self.null_logit[...]) if null else found.attention.output

@@ -15,19 +15,19 @@ here, K slots, H heads here, k head size.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from aamoe_jax.aamoe.allocation import Allocation
-from aamoe_jax.aamoe.attend import Found, Given, Options, Softmax, attend_here
+from aamoe_jax.aamoe.attend import Attended, Softmax, attend_here
 from aamoe_jax.aamoe.budget import most_pairs
 from aamoe_jax.aamoe.resources import LOCAL
 from aamoe_jax.aamoe.router import Heads
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import Rotation, flatten_tokens, rotate_heads
+from aamoe_jax.layers import RotaryTable, apply_rotary, flatten_tokens
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS, Shards
 from pallas_kernels.block_sparse_attention import Pairs, Window, block_sparse_attention
@@ -43,7 +43,7 @@ class Home(NamedTuple):
 
 def attend(
     heads: Heads, allocation: Allocation, context: Context, config: ModelConfig, max_score: Float[Array, ""] | None
-) -> Found:
+) -> Attended:
     """softmax(q . k / sqrt(k) + log P) v over the keys of all resources of a token, wherever they are.
 
     Of the tokens that attend together. Mass is of the tokens here, 0 in unused slots.
@@ -54,106 +54,101 @@ def attend(
     shards, layer, local = context.shards, config.aamoe, LOCAL[config.aamoe.local]
     # eq 15-16, AA-21
     bias = allocation.log_prob if layer.bias == "log_prob" else jnp.zeros_like(allocation.log_prob)
-    slots, beta = allocation.resource.shape[-1] - local.window, max(config.betas) * context.max_scale
-    pairs = most_pairs(context.budget, *context.segment_ids.shape, slots, beta, layer.budget.slack)
-    options = Options(config, local, pairs, max_score)
-    given = Given(*(shards.gather(x, TOKENS) for x in (allocation.resource, bias, allocation.count)))
-    found = (attend_here if shards.resource == 1 else attend_everywhere)(heads, given, context, options)
-    mass = shards.scatter_sum(found.mass, TENSOR) / shards.tensor  # the mean over heads
+    resource, bias, count = (shards.gather(x, TOKENS) for x in (allocation.resource, bias, allocation.count))
+    window_bias = None
+    if local.window:  # it is in the first slot
+        window_bias = jnp.where(count > 0, bias[..., 0], -jnp.inf)
+        resource, bias, count = resource[..., 1:], bias[..., 1:], jnp.maximum(count - 1, 0)
+    own, offset = jnp.divmod(jnp.arange(resource.shape[1]), layer.chunk_size)
+    visible = jnp.where(resource == local.partial_chunk(own)[:, None], offset[:, None] + 1, layer.chunk_size)
+    pairs, most_beta = Pairs(resource, bias, visible, count), max(config.betas) * context.max_scale
+    options = {
+        "max_pairs": most_pairs(context.budget, *resource.shape, most_beta, layer.budget.slack),
+        "max_score": max_score,
+        "implementation": config.kernel,
+    }
+    if shards.resource == 1:
+        attended = attend_here(heads, pairs, window_bias, context, **options)
+    else:
+        attended = attend_everywhere(heads, pairs, window_bias, context, context.rotary(config).heads, **options)
+    mass = shards.scatter_sum(attended.mass, TENSOR) / shards.tensor  # the mean over heads
     used = jnp.arange(mass.shape[-1]) < allocation.count[..., None]
     # Every part of the heads has the same pairs.
-    return Found(found.attention, jnp.where(used, mass, 0), found.overflow / shards.tensor)
+    return Attended(attended.attention, jnp.where(used, mass, 0), attended.overflow / shards.tensor)
 
 
-def attend_everywhere(heads: Heads, given: Given, context: Context, options: Options) -> Found:
-    """`attend_here` where resources are divided."""
-    shards, m = context.shards, heads.expert_key.shape[1]
-    how = {"max_score": options.max_score, "kernel": options.config.kernel}
-    window, rest = given.without_window(options.local)
-    chunks, experts = (heads.key, heads.value), (heads.expert_key, heads.expert_value)
-    visible, turn = rest.visible(options.local, m), context.turns(options.config).heads
-    routed = routed_attention(
-        heads.query, chunks, experts, rest, visible, turn, shards, max_pairs=options.max_pairs, **how
-    )
-    if window is None:
+def attend_everywhere(
+    heads: Heads,
+    pairs: Pairs,
+    window_bias: Float[Array, "b L"] | None,
+    context: Context,
+    rotary: RotaryTable,
+    *,
+    max_pairs: int,
+    **options: Any,
+) -> Attended:
+    """`attend_here` where resources are divided.
+
+    Args:
+      rotary: of all tokens of the row.
+    """
+    shards = context.shards
+    routed = routed_attention(heads, pairs, rotary, shards, max_pairs=max_pairs, **options)
+    if window_bias is None:
         return routed
-    window = shards.part(window, RESOURCE)
-    near = window_attention(heads.rotated_query, chunks, window, context.segment_ids, shards, m=m, **how)
+    near = window_attention(heads, shards.part(window_bias, RESOURCE), context.segment_ids, shards, **options)
     whole = merge(routed.attention, near)
     left = jax.lax.stop_gradient(jnp.exp(routed.attention.lse - whole.lse)).mean(-1, keepdims=True)
-    return Found(whole, jnp.concatenate([1.0 - left, left * routed.mass], axis=-1), routed.overflow)
+    return Attended(whole, jnp.concatenate([1.0 - left, left * routed.mass], axis=-1), routed.overflow)
 
 
 def routed_attention(
-    query: Float[Array, "b s H k"],
-    chunks: tuple[Float[Array, "b s H k"], Float[Array, "b s H k"]],
-    experts: tuple[Float[Array, "e m H k"], Float[Array, "e m H k"]],
-    given: Given,
-    visible: Int[Array, "b L K"],
-    turn: Rotation,
-    shards: Shards,
-    *,
-    max_pairs: int,
-    max_score: Float[Array, ""] | None,
-    kernel: str | None,
-) -> Found:
+    heads: Heads, pairs: Pairs, rotary: RotaryTable, shards: Shards, *, max_pairs: int, **options: Any
+) -> Attended:
     """Attention of the tokens here to the resources of all shards. The mass of a slot is the mean over heads on its
     shard, times the mean share of that shard; overflow is of the pairs of this shard, past its bound.
 
     Args:
-      query: not rotated.
-      chunks, experts: keys (those of chunks rotated) and values.
-      visible: see `Given.visible`.
-      turn: rotations of all tokens of the row.
+      pairs: of whole rows.
+      rotary: of all tokens of the row: queries travel without it, for experts meet them so.
       max_pairs: static bound on the pairs of all tokens.
     """
-    m, count = experts[0].shape[1], query.shape[1] // experts[0].shape[1]
-    query = shards.gather(query, RESOURCE)
+    experts, m = heads.expert_key.shape[:2]
+    count = heads.key.shape[1] // m
+    query = shards.gather(heads.query, RESOURCE)
     bound = pair_bound(max_pairs, shards)
-    home = home_of(given.resource, count, len(experts[0]), shards)
-    pairs, place = _pairs_here(given, visible, home)
-    spread = [_spread(x.reshape(len(x), count, m, *x.shape[2:]), shards) for x in chunks]
-    keys, values = (jnp.concatenate([x, y.astype(x.dtype)]) for x, y in zip(spread, experts, strict=True))
+    pairs, place = _pairs_here(pairs, home_of(pairs.resource, count, experts, shards))
+    keys, values = (_spread(x.reshape(len(x), count, m, *x.shape[2:]), shards) for x in (heads.key, heads.value))
     found = block_sparse_attention(
-        flatten_tokens(rotate_heads(query, turn)),
+        flatten_tokens(apply_rotary(query, rotary)),
         flatten_tokens(query),
-        keys,
-        values,
+        jnp.concatenate([keys, heads.expert_key.astype(keys.dtype)]),
+        jnp.concatenate([values, heads.expert_value.astype(values.dtype)]),
         Pairs(*map(flatten_tokens, pairs)),
-        num_context=len(spread[0]),
+        num_context=len(keys),
         max_pairs=bound,
-        max_score=max_score,
-        row_chunks=len(spread[0]) // len(query),
-        implementation=kernel,
+        row_chunks=len(keys) // len(query),
+        **options,
     )
     output, lse, mass = (x.reshape(*query.shape[:2], *x.shape[1:]) for x in found)
     merged, share = _merge(Softmax(output, lse), shards)
     mass = jnp.where(_at(place), mass[..., None, :], 0).sum(-1) * jax.lax.stop_gradient(share).mean(-1, keepdims=True)
-    return Found(merged, shards.scatter_sum(mass, RESOURCE), jnp.maximum(pairs.count.sum() - bound, 0))
+    return Attended(merged, shards.scatter_sum(mass, RESOURCE), jnp.maximum(pairs.count.sum() - bound, 0))
 
 
 def window_attention(
-    query: Float[Array, "b s H k"],
-    chunks: tuple[Float[Array, "b s H k"], Float[Array, "b s H k"]],
-    bias: Float[Array, "b s"],
-    segment_ids: Int[Array, "b L"],
-    shards: Shards,
-    *,
-    m: int,
-    max_score: Float[Array, ""] | None,
-    kernel: str | None,
+    heads: Heads, bias: Float[Array, "b s"], segment_ids: Int[Array, "b L"], shards: Shards, **options: Any
 ) -> Softmax:
     """Attention to the last m tokens, self included: those of the part before come from the shard before.
 
     Args:
-      query, chunks: rotated queries; rotated keys, and values.
       bias: of the window; -inf for a token without one.
       segment_ids: documents of whole rows.
     """
-    rows, s = query.shape[:2]
+    (rows, s), m = heads.key.shape[:2], heads.expert_key.shape[1]
     # The first part gets zeros, of no document.
-    key, value = (jnp.concatenate([shards.end_of_part_before(x, m), x], axis=1) for x in chunks)
-    query = jnp.pad(query, ((0, 0), (m, 0), (0, 0), (0, 0)))
+    key, value = (jnp.concatenate([shards.end_of_part_before(x, m), x], axis=1) for x in (heads.key, heads.value))
+    query = jnp.pad(heads.rotated_query, ((0, 0), (m, 0), (0, 0), (0, 0)))
     bias = jnp.pad(bias, ((0, 0), (m, 0)), constant_values=-jnp.inf)
     start = jax.lax.axis_index(RESOURCE) * s
     segment = jax.lax.dynamic_slice_in_dim(jnp.pad(segment_ids, ((0, 0), (m, 0))), start, s + m, axis=1)
@@ -167,9 +162,8 @@ def window_attention(
         num_context=rows * (s // m + 1),
         max_pairs=0,
         window=Window(bias.reshape(-1), segment.reshape(-1)),
-        max_score=max_score,
         row_chunks=s // m + 1,
-        implementation=kernel,
+        **options,
     )
     return Softmax(*(x.reshape(rows, s + m, *x.shape[1:])[:, m:] for x in found[:2]))
 
@@ -211,11 +205,11 @@ def home_of(resource: Int[Array, "b L K"], count: int, experts: int, shards: Sha
     return Home(*(jnp.where(is_chunk, x, y) for x, y in zip(chunk, expert, strict=True)))
 
 
-def _pairs_here(given: Given, visible: Int[Array, "b L K"], home: Home) -> tuple[Pairs, Int[Array, "b L K"]]:
+def _pairs_here(pairs: Pairs, home: Home) -> tuple[Pairs, Int[Array, "b L K"]]:
     """The slots whose resource is here, moved together in their order; and where each slot went, -1 if it is not."""
-    here = (home.shard == jax.lax.axis_index(RESOURCE)) & (jnp.arange(home.shard.shape[-1]) < given.count[..., None])
+    here = (home.shard == jax.lax.axis_index(RESOURCE)) & (jnp.arange(home.shard.shape[-1]) < pairs.count[..., None])
     place = jnp.where(here, jnp.cumsum(here, -1) - 1, -1)
-    moved = (_move(x, place) for x in (home.place, given.bias, visible))
+    moved = (_move(x, place) for x in (home.place, pairs.bias, pairs.visible))
     return Pairs(*moved, here.sum(-1, dtype=jnp.int32)), place
 
 

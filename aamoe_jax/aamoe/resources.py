@@ -49,11 +49,6 @@ def representation_tensor(context: Float[Array, "b L *d"], experts: Float[Array,
     return jnp.concatenate([context.reshape(-1, *experts.shape[1:]), experts.astype(context.dtype)])
 
 
-def chunk_ends(x: Array, chunk_size: int) -> Array:
-    """The entry of every chunk's last token along axis 1: [b, L, ...] -> [b, l, ...]."""
-    return x[:, chunk_size - 1 :: chunk_size]
-
-
 def available_chunks(
     chunk: Int[Array, "b n"], segment: Int[Array, "b n"], chunk_segment: Int[Array, "b l"]
 ) -> Bool[Array, "b n l"]:
@@ -81,11 +76,9 @@ def chunks_of_rows(config: AAMoEConfig, context: Context) -> Bool[Array, "b s l"
     m, length = config.chunk_size, context.segment_ids.shape[1]
     if length % m:
         raise ValueError(f"rows of {length} tokens are not whole chunks of {m}: pad h and the context (`whole_chunks`)")
-    index = jnp.arange(length)
-    index, segment = (
-        context.rows_to_attending(x) for x in (jnp.broadcast_to(index, context.segment_ids.shape), context.segment_ids)
-    )
-    chunks = available_chunks(index // m, segment, chunk_ends(context.segment_ids, m))
+    index = jnp.broadcast_to(jnp.arange(length), context.segment_ids.shape)
+    index, segment = map(context.rows_to_attending, (index, context.segment_ids))
+    chunks = available_chunks(index // m, segment, context.segment_ids[:, m - 1 :: m])
     return chunks & (config.context == "routed")
 
 

@@ -17,9 +17,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from aamoe_jax.aamoe.cache import Cache
-from aamoe_jax.aamoe.resources import chunk_ends
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import HIGHEST, Rotation, rotate, split_heads
+from aamoe_jax.layers import HIGHEST, RotaryTable, apply_rotary, split_heads
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.shards import RESOURCE, WHOLE, Shards
 
@@ -43,8 +42,8 @@ class Heads(NamedTuple):
 
 
 class LearnedRouter(nnx.Module):
-    """r_ij = (W_c^T h_i, turned to position i) . (c_j, turned to the end of chunk j) / sqrt(d) for chunks of context,
-    where c_j is the h of the chunk's last token; r_il = h_i . e_l / sqrt(d) for experts.
+    """r_ij = RoPE(W_c^T h_i, i) . RoPE(c_j, end of chunk j) / sqrt(d) for chunks of context, where c_j is the h of the
+    chunk's last token; r_il = h_i . e_l / sqrt(d) for experts.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -64,14 +63,16 @@ class LearnedRouter(nnx.Module):
           chunks: which chunks the tokens that attend together can be given.
         """
         del chunks  # a score depends on no other
-        turns, shards = context.turns(self.config), context.shards
-        ends = shards.gather(chunk_ends(heads.h, self.config.aamoe.chunk_size), RESOURCE)
-        return self(h, turns.tokens, ends, turns.ends, shards)
+        rotary, shards, m = context.rotary(self.config), context.shards, self.config.aamoe.chunk_size
+        query, experts, local = self.project(h, rotary.tokens, shards)
+        keys = self.chunk_keys(shards.gather(heads.h[:, m - 1 :: m], RESOURCE), rotary.ends)
+        return jnp.einsum("bid,bjd->bij", query, keys, precision=HIGHEST), experts, local
 
     def page_keys(self, heads: Heads, context: Context) -> Float[Array, "b l H k"]:
         """What the chunks of a prompt are scored by, in heads."""
-        ends = chunk_ends(heads.h, self.config.aamoe.chunk_size)
-        return split_heads(self.chunk_keys(ends, context.turns(self.config).ends), self.config.head_dim)
+        m = self.config.aamoe.chunk_size
+        keys = self.chunk_keys(heads.h[:, m - 1 :: m], context.rotary(self.config).ends)
+        return split_heads(keys, self.config.head_dim)
 
     def expert_keys(self, keys: Float[Array, "E m H k"]) -> Float[Array, "0 1 H k"]:
         """What experts are scored by beside their embeddings: nothing."""
@@ -82,37 +83,19 @@ class LearnedRouter(nnx.Module):
     ) -> tuple[Scores, Cache]:
         """Scores of one more token in every row, and the cache with what its page would be scored by if it ended it."""
         del heads, chunks
-        turn, size = context.turns(self.config).tokens, self.config.head_dim
+        rotary, size = context.rotary(self.config).tokens, self.config.head_dim
         page = context.positions // self.config.aamoe.chunk_size
-        cache = cache.write_router_key(page, split_heads(self.chunk_keys(h, turn), size))
-        query, experts, local = self.project(h, turn)
+        cache = cache.write_router_key(page, split_heads(self.chunk_keys(h, rotary), size))
+        query, experts, local = self.project(h, rotary)
         return (cache.chunk_scores(split_heads(query, size)).sum((1, 3))[:, None], experts, local), cache
 
-    def __call__(
-        self,
-        h: Float[Array, "b n d"],
-        turn: Rotation,
-        ends: Float[Array, "b l d"],
-        turn_of_ends: Rotation,
-        shards: Shards = WHOLE,
-    ) -> tuple[Float[Array, "b n l"], Float[Array, "b n E"], Float[Array, "b n"]]:
-        """Scores of the row's chunks, of the experts, and of the token's neighbourhood.
-
-        Args:
-          ends: h of the last token of every chunk of the row.
-          turn, turn_of_ends: of the width of h.
-        """
-        query, experts, local = self.project(h, turn, shards)
-        chunks = jnp.einsum("bid,bjd->bij", query, self.chunk_keys(ends, turn_of_ends), precision=HIGHEST)
-        return chunks, experts, local
-
-    def chunk_keys(self, ends: Float[Array, "b l d"], turn: Rotation) -> Float[Array, "b l d"]:
-        """What chunks are scored by: the h of their last tokens, turned to where these stand."""
+    def chunk_keys(self, ends: Float[Array, "b l d"], rotary: RotaryTable) -> Float[Array, "b l d"]:
+        """What chunks are scored by: the h of their last tokens, with the rotary embedding of their positions."""
         ends = ends.astype(jnp.float32)
-        return rotate(ends, turn) if self.rotary else ends
+        return apply_rotary(ends, rotary) if self.rotary else ends
 
     def project(
-        self, h: Float[Array, "b n d"], turn: Rotation, shards: Shards = WHOLE
+        self, h: Float[Array, "b n d"], rotary: RotaryTable, shards: Shards = WHOLE
     ) -> tuple[Float[Array, "b n d"], Float[Array, "b n E"], Float[Array, "b n"]]:
         """The vector whose dot product with a chunk's key is the chunk's score, and the scores of the experts and of
         the token's own neighbourhood.
@@ -124,7 +107,7 @@ class LearnedRouter(nnx.Module):
         scale = h.shape[-1] ** -0.5
         query = scale * jnp.matmul(h, self.context_kernel[...], precision=HIGHEST)
         local = jnp.sum(query * h, axis=-1)
-        query = rotate(query, turn) if self.rotary else query
+        query = apply_rotary(query, rotary) if self.rotary else query
         if not self.config.aamoe.num_experts:
             return query, jnp.zeros((*h.shape[:-1], 0)), local
         # Every token scores all experts: of each it takes one vector, m times less than its keys.

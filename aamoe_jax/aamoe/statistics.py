@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.aamoe.allocation import Allocation, Allocator, Candidates
-from aamoe_jax.aamoe.attend import Found
+from aamoe_jax.aamoe.attend import Attended
 from aamoe_jax.aamoe.budget import Budget, floor_causal_budgets, predictor_loss
 from aamoe_jax.aamoe.router import Heads
 from aamoe_jax.mixers.base import Context, Statistics
@@ -27,7 +27,7 @@ class Steps(NamedTuple):
     candidates: Candidates
     budget: Budget
     allocation: Allocation
-    found: Found
+    found: Attended
 
 
 def of_layer(steps: Steps, context: Context, predicted: Float[Array, "b n"] | None, allocator: Allocator) -> Statistics:

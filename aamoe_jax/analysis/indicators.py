@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.evaluation.perplexity import causal_budget
 from aamoe_jax.mixers.base import Context
-from aamoe_jax.model import LanguageModel, Period, dials_of_periods, merge, structure
+from aamoe_jax.mixers.fixed_maps import fixed_streams
+from aamoe_jax.model import LanguageModel, Period, betas_of_blocks, merge, structure
 
 NEIGHBOURS = 4
 """Local focus is told for so many distances, from 0."""
@@ -85,12 +86,12 @@ def mapped_blocks(config: ModelConfig) -> list[tuple[int, str]]:
 
     def statistics() -> tuple[dict[str, Array], ...]:
         length = config.aamoe.chunk_size  # AA-MoE layers take whole chunks
-        fixed = LanguageModel(config, rngs=nnx.Rngs(0)).fixed_streams(length)
+        embed = LanguageModel(config, rngs=nnx.Rngs(0)).embed
+        fixed = fixed_streams(config, embed, length)
         x = jnp.zeros((1, length, config.d_model), config.dtype)
         rows = Context.of_rows(config, 1, length)
         context = Context(rows.segment_ids, rows.positions, causal_budget(config), 0.0, "maps", embedded=x, fixed=fixed)
-        dials = jax.tree.map(lambda dial: dial[0], dials_of_periods(config))
-        return Period(config, rngs=nnx.Rngs(0))(x, context, dials)[2]
+        return Period(config, rngs=nnx.Rngs(0))(x, context, betas_of_blocks(config)[0])[2]
 
     reported = jax.eval_shape(statistics)
     having = [block for block, about in zip(config.mixers, reported, strict=True) if "attention_map" in about]

@@ -23,7 +23,8 @@ from aamoe_jax.analysis import clusters
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.evaluation.perplexity import Evaluation, Evaluator, causal_budget
 from aamoe_jax.mixers.base import Context
-from aamoe_jax.model import Block, dials_of_periods, merge, structure
+from aamoe_jax.mixers.fixed_maps import fixed_streams
+from aamoe_jax.model import Block, betas_of_blocks, merge, structure
 from aamoe_jax.patterns import mixers_of
 
 Batch = dict[str, Int[np.ndarray, "b L"]]
@@ -73,16 +74,17 @@ def inputs_of_blocks(
     """(name, block, normed input, context) of every block in order, each row one document."""
     model = merge(structure(config), params)
     graphdef, stacked = nnx.split(model.periods)
-    x, dials = model.embed(tokens), dials_of_periods(config)
+    x, betas = model.embed(tokens), betas_of_blocks(config)
     rows = dataclasses.replace(Context.of_rows(config, *tokens.shape), budget=causal_budget(config))
-    context, fixed = dataclasses.replace(rows, embedded=x), model.fixed_streams(tokens.shape[1])
+    context, fixed = dataclasses.replace(rows, embedded=x), fixed_streams(config, model.embed, tokens.shape[1])
     for period in range(config.periods):
-        params_here, dials_here = jax.tree.map(lambda leaf, at=period: leaf[at], (stacked, dials))
-        blocks = nnx.merge(graphdef, params_here).blocks
-        for (name, block), at in zip(blocks.items(), dials_here.of_blocks(context), strict=True):
-            at = dataclasses.replace(at, fixed=fixed)
+        blocks = nnx.merge(graphdef, jax.tree.map(lambda leaf, at=period: leaf[at], stacked)).blocks
+        for (name, block), beta in zip(blocks.items(), betas[period], strict=True):
+            at = dataclasses.replace(context, beta=beta)
+            if fixed is not None:
+                at, fixed = fixed.through(block, at)
             yield name, block, block.norm(x), at
-            x, fixed = block(x, at)[0], block.advance(at)
+            x = block(x, at)[0]
 
 
 def recall(params: Params, config: ModelConfig, tokens: Int[Array, "b L"]) -> Float[np.ndarray, "layers C"]:

@@ -18,8 +18,9 @@ from jaxtyping import Array, Float, Int, Key
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.evaluation.perplexity import causal_budget, require_budget_scale
 from aamoe_jax.generation.sampling import Sampling, draw
-from aamoe_jax.mixers.base import BudgetMode, Cache, Context, FixedStreams
-from aamoe_jax.model import Dials, LanguageModel, dials_of_periods, merge, structure
+from aamoe_jax.mixers.base import BudgetMode, Cache, Context
+from aamoe_jax.mixers.fixed_maps import FixedStreams, fixed_streams
+from aamoe_jax.model import LanguageModel, betas_of_blocks, merge, structure
 
 SMALLEST_BUCKET = 16
 
@@ -78,15 +79,14 @@ class Plan:
         """The model, of one period."""
         return merge(structure(self.config), ends | {"periods": period})
 
-    def dials(self, index: Int[Array, ""] | int, scale: Scale) -> Dials:
+    def betas(self, index: Int[Array, ""] | int, scale: Scale) -> Float[Array, "p"]:
         """Of every block of a period."""
-        dials = dials_of_periods(self.config, scale=scale, max_scale=self.max_budget_scale)
-        return jax.tree.map(lambda x: x[index], dials)
+        return betas_of_blocks(self.config, scale, self.max_budget_scale)[index]
 
     def context(self, segment_ids: Int[Array, "b L"], positions: Int[Array, "b L"], scale: Scale) -> Context:
         """What every mixer is told."""
         context = Context(segment_ids, positions, self.budget, 0.0, scale=scale, max_scale=self.max_budget_scale)
-        return context.with_turns(self.config)
+        return dataclasses.replace(context, rotary_tables=context.rotary(self.config))
 
 
 class Decoder:
@@ -180,7 +180,7 @@ class Entering(NamedTuple):
     """The residual stream of the prompts."""
     embedded: Float[Array, "b L d"]
     """What it was before the first block."""
-    fixed: FixedStreams
+    fixed: FixedStreams | None
     """At this depth, for all places that a row has room for: maps are made once."""
 
 
@@ -188,7 +188,7 @@ class Entering(NamedTuple):
 def _enter(plan: Plan, params: Parameters, tokens: Int[Array, "b L"]) -> Entering:
     model = plan.model(params.ends, params.periods[0])
     x = model.embed(tokens)
-    return Entering(x, x, model.fixed_streams(plan.capacity))
+    return Entering(x, x, fixed_streams(plan.config, model.embed, plan.capacity))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -206,12 +206,12 @@ def _prefill_period(
     lengths: Int[Array, "b"],
     caches: list[Cache],
     scale: Scale,
-) -> tuple[Float[Array, "b L d"], FixedStreams, list[Cache]]:
+) -> tuple[Float[Array, "b L d"], FixedStreams | None, list[Cache]]:
     """One period of blocks over the prompts; the same executable serves them all."""
     positions = jnp.broadcast_to(jnp.arange(entering.x.shape[1]), entering.x.shape[:2])
     context = plan.context((positions < lengths[:, None]).astype(jnp.int32), positions, scale)
     context = dataclasses.replace(context, embedded=entering.embedded, fixed=entering.fixed)
-    return plan.model(ends, period).periods.prefill(entering.x, context, plan.dials(index, scale), caches)
+    return plan.model(ends, period).periods.prefill(entering.x, context, plan.betas(index, scale), caches)
 
 
 @_jit
@@ -244,7 +244,7 @@ def _grow(plan: Plan, params: Parameters, state: State, tokens: Int[Array, "b"],
     context = dataclasses.replace(context, embedded=x)
     longer = []
     for index, (period, caches) in enumerate(zip(params.periods, state.caches, strict=True)):
-        x, caches = plan.model(params.ends, period).periods.decode(x, context, plan.dials(index, scale), caches)
+        x, caches = plan.model(params.ends, period).periods.decode(x, context, plan.betas(index, scale), caches)
         longer.append(caches)
     logits = plan.model(params.ends, params.periods[0]).logits(x[:, 0])
     logits = jnp.where(positions < plan.length, logits, jnp.nan)

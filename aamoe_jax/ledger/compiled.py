@@ -21,11 +21,12 @@ from jaxtyping import Array, Float, Int
 
 from aamoe_jax.aamoe.costs import AAMoECosts, attended
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.mixers.base import Context, FixedStreams
+from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.costs import Costs, Setting
 from aamoe_jax.mixers.expert_sum import BLOCK
 from aamoe_jax.mixers.experts import Experts
+from aamoe_jax.mixers.fixed_maps import FixedStreams
 from aamoe_jax.registry import MIXERS
 from pallas_kernels.block_sparse_attention import window, xla
 from pallas_kernels.block_sparse_attention.operation import Problem
@@ -103,7 +104,7 @@ class Trial:
     def _context(self, inputs: Inputs, row: Row) -> Context:
         streams = {} if inputs.stream is None else {self.name: inputs.stream}
         budget, beta = self.config.aamoe.budget.normalizer, self.config.betas[0]
-        return Context(*row, budget, beta, embedded=inputs.embedded, fixed=FixedStreams(streams, streams, None))
+        return Context(*row, budget, beta, embedded=inputs.embedded, fixed=FixedStreams(streams, streams))
 
 
 def compiled(name: str, config: ModelConfig, rows: int, length: int) -> Costs:

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads, split_heads
+from aamoe_jax.layers import Projection, QueryKeyValue, apply_rotary, merge_heads, residual_gain, split_heads
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, key_value_cache, projections, rotated, saved_norm
@@ -86,10 +86,10 @@ class AllAttention(Part):
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         shards = context.shards
-        query, turned, key, value = self._rotated(h, context)
+        query, rotated, key, value = self._rotated(h, context)
         key, value = (jnp.repeat(shards.gather(x, RESOURCE), self.qkv.group, axis=-2) for x in (key, value))
         mask = shards.part(causal_mask(context.segment_ids), RESOURCE)
-        heads = joint_attention(turned, key, value, query, *self._memory(h.dtype), mask)
+        heads = joint_attention(rotated, key, value, query, *self._memory(h.dtype), mask)
         return self.output(merge_heads(heads)), {}
 
     def empty_cache(self, rows: int, length: int) -> KeyValueCache:
@@ -105,12 +105,12 @@ class AllAttention(Part):
         self, h: Float[Array, "b 1 d"], context: Context, cache: KeyValueCache
     ) -> tuple[Float[Array, "b 1 d"], KeyValueCache]:
         """One more token in every row."""
-        query, turned, key, value = self._rotated(h, context)
+        query, rotated, key, value = self._rotated(h, context)
         cache = cache.write(context.positions, key, value)
         memory_keys, memory_values = self._memory(h.dtype)
         memory = jnp.einsum("bhk,nhk->bhn", query[:, 0], memory_keys, preferred_element_type=jnp.float32)
         memory = query.shape[-1] ** -0.5 * memory
-        scores = jnp.concatenate([cache.scores(turned, context.positions), memory], axis=-1)
+        scores = jnp.concatenate([cache.scores(rotated, context.positions), memory], axis=-1)
         weights = jax.nn.softmax(scores, axis=-1)
         room = cache.key.shape[1]
         from_memory = jnp.einsum("bhn,nhk->bhk", weights[..., room:].astype(h.dtype), memory_values)
@@ -124,7 +124,7 @@ class AllAttention(Part):
         return self.qkv.norm_key(keys), values
 
     def _rotated(self, h: Float[Array, "b L d"], context: Context) -> tuple[Heads, Heads, Groups, Groups]:
-        """Queries, queries and keys turned to their positions, values; keys and values once for a group of heads."""
+        """Queries, queries and keys with their rotary embedding, values; keys and values once for a group of heads."""
         query, key, value = self.qkv.grouped(h)
-        turn = context.turns(self.config).heads_here(context.shards)
-        return query, rotate_heads(query, turn), rotate_heads(key, turn), value
+        rotary = context.rotary(self.config).attending
+        return query, apply_rotary(query, rotary), apply_rotary(key, rotary), value

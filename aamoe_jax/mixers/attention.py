@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from aamoe_jax.config import ModelConfig, Selector
-from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, rotate_heads
+from aamoe_jax.layers import Projection, QueryKeyValue, apply_rotary, merge_heads, residual_gain
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, key_value_cache, projections, rotated, squares
@@ -97,8 +97,8 @@ class CausalAttention(Part):
         self, h: Float[Array, "b L d"], context: Context
     ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
         query, key, value = self._query_key_value(h, context)
-        turn = context.turns(self.config).heads_here(context.shards)
-        return rotate_heads(query, turn), rotate_heads(key, turn), value
+        rotary = context.rotary(self.config).attending
+        return apply_rotary(query, rotary), apply_rotary(key, rotary), value
 
     def _query_key_value(
         self, h: Float[Array, "b L d"], context: Context

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -32,7 +32,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import Rotation, rotation
+from aamoe_jax.layers import RotaryTable, rotary_table
 from aamoe_jax.mixers.costs import Costs, Number, Setting
 from aamoe_jax.mixers.family import Form
 from aamoe_jax.registry import MIXERS
@@ -45,38 +45,22 @@ Cache = Any
 """A pytree of arrays that a mixer makes and reads."""
 
 
-class Turns(NamedTuple):
-    """The rotations that layers turn vectors by: sines are dear, and the same in every layer."""
+class RotaryTables(NamedTuple):
+    """The rotary angles that layers need: computed once, for they are the same in every layer."""
 
-    heads: Rotation
+    heads: RotaryTable
     """Of all tokens of the rows, for heads."""
-    tokens: Rotation
+    attending: RotaryTable
+    """Of the tokens that attend together, for heads."""
+    tokens: RotaryTable
     """Of the tokens here, for the router's vectors."""
-    ends: Rotation
+    ends: RotaryTable
     """Of the last token of every chunk of the rows, for the router's vectors."""
-
-    def heads_here(self, shards: Shards) -> Rotation:
-        """For the heads of the tokens that attend here."""
-        return Rotation(*(shards.part(x, RESOURCE) for x in self.heads))
-
-
-class FixedStreams(NamedTuple):
-    """Sequences that no input changes, and how they run through the stack: one row each (DEC-06, DEC-07)."""
-
-    x: Mapping[str, Float[Array, "1 n d"]]
-    """By the mixer that looks at it: its residual stream at this depth, for the places here."""
-    embedded: Mapping[str, Float[Array, "1 s d"]]
-    """What entered the first block, for the places that attend here."""
-    turns: Turns | None
-    """Of their places."""
-
-
-NO_STREAMS = FixedStreams({}, {}, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The batch around the activations, the same for every layer but for `beta`, `gate` and the streams in `fixed`."""
+    """The batch around the activations, the same for every layer but for `beta`."""
 
     segment_ids: Int[Array, "b L"]
     """Documents of whole rows, counted from 1; 0 is padding. Tokens see their own document alone."""
@@ -95,14 +79,12 @@ class Context:
     """The largest `scale` that the static bounds on work cover; a larger one is cut to it."""
     shards: Shards = WHOLE
     """Which part of the rows h is."""
-    known_turns: Turns | None = None
-    """Where they were computed once for all layers."""
-    gate: Float[Array, ""] | float = 1.0
-    """Multiplies what a block adds: 0 leaves the block out (DEC-11)."""
+    rotary_tables: RotaryTables | None = None
+    """Where they were computed once for all layers: see `rotary`."""
     embedded: Float[Array, "b s d"] | None = None
-    """The embeddings of the tokens that attend here, for mixers that look at these (DEC-08)."""
-    fixed: FixedStreams = NO_STREAMS
-    """The sequences that are the same for every input, for mixers that look at these."""
+    """The embeddings of the tokens that attend together, where a mixer of the stack reads them (DEC-08)."""
+    fixed: Any = None
+    """The `mixers.fixed_maps.FixedStreams` at this depth, where a mixer of the stack reads one."""
 
     @classmethod
     def of_rows(cls, config: ModelConfig, rows: int, length: int) -> Context:
@@ -110,52 +92,29 @@ class Context:
         positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
         return cls(jnp.ones((rows, length), jnp.int32), positions, config.aamoe.budget.normalizer, config.betas[0])
 
-    def with_turns(self, config: ModelConfig) -> Context:
-        """The same with the rotations that all layers share."""
-        return dataclasses.replace(self, known_turns=self.turns(config))
-
-    def of_fixed(self, name: str) -> Context:
-        """The context of a fixed stream: one row, one document."""
-        length = self.fixed.x[name].shape[1] * self.shards.count(TOKENS)
-        return dataclasses.replace(
-            self,
-            segment_ids=jnp.ones((1, length), jnp.int32),
-            positions=jnp.arange(length)[None],
-            detail="sums",
-            known_turns=self.fixed.turns,
-            embedded=self.fixed.embedded[name],
-        )
-
-    def turns(self, config: ModelConfig) -> Turns:
-        """The rotations of every position."""
-        if self.known_turns is not None:
-            return self.known_turns
+    def rotary(self, config: ModelConfig) -> RotaryTables:
+        """The angles of rotary embeddings at every position."""
+        if self.rotary_tables is not None:
+            return self.rotary_tables
         ends = self.positions[:, config.aamoe.chunk_size - 1 :: config.aamoe.chunk_size]
-        return Turns(
-            rotation(self.positions, config.head_dim, config.rope_base),
-            rotation(self.shards.part(self.positions, TOKENS), config.d_model, config.rope_base),
-            rotation(ends, config.d_model, config.rope_base),
+        heads = rotary_table(self.positions, config.head_dim, config.rope_base)
+        return RotaryTables(
+            heads,
+            RotaryTable(*(self.shards.part(x, RESOURCE) for x in heads)),
+            rotary_table(self.shards.part(self.positions, TOKENS), config.d_model, config.rope_base),
+            rotary_table(ends, config.d_model, config.rope_base),
         )
-
-    @property
-    def segments_here(self) -> Int[Array, "b n"]:
-        """Documents of the tokens here."""
-        return self.shards.part(self.segment_ids, TOKENS)
 
     @property
     def real(self) -> Bool[Array, "b n"]:
         """Tokens here that are not padding."""
-        return self.segments_here > 0
+        return self.shards.part(self.segment_ids, TOKENS) > 0
 
     @property
     def index(self) -> Int[Array, "b n"]:
         """Where in their rows the tokens here stand."""
         rows, length = self.segment_ids.shape
         return self.shards.part(jnp.broadcast_to(jnp.arange(length), (rows, length)), TOKENS)
-
-    def turn_of_heads(self, config: ModelConfig) -> Rotation:
-        """Rotations of the heads of the tokens that attend together."""
-        return self.turns(config).heads_here(self.shards)
 
     # Over a mesh a device has some tokens of a row ("here"), attends for some more with a part of the heads
     # ("attending"), and can look at whole rows. Without a mesh all three are the same.
@@ -219,7 +178,7 @@ class Mixer(nnx.Module):
         cache = cache.at[jnp.arange(len(h)), context.positions[:, 0]].set(h[:, 0], mode="drop")
         index = jnp.broadcast_to(jnp.arange(cache.shape[1]), cache.shape[:2])
         so_far = (index <= context.positions).astype(jnp.int32)
-        row = dataclasses.replace(context, segment_ids=so_far, positions=index, known_turns=None, embedded=None)
+        row = dataclasses.replace(context, segment_ids=so_far, positions=index, rotary_tables=None, embedded=None)
         return jnp.take_along_axis(self(cache, row)[0], context.positions[..., None], axis=1), cache
 
     @classmethod

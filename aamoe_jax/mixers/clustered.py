@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import merge_heads, rotate_heads, split_heads
+from aamoe_jax.layers import apply_rotary, merge_heads, split_heads
 from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.cache import KeyValueCache
@@ -95,14 +95,14 @@ class ClusteredAttention(WeightedAttention):
         """Scores of all keys, values, ranks of the keys' clusters (0 for the token itself), and which keys are seen."""
         shards = context.shards
         query, key, value = self.qkv.grouped(h)
-        turn = context.turns(self.config).heads_here(shards)
+        rotary = context.rotary(self.config).attending
         cluster = shards.gather(self.clusters(key), RESOURCE)
-        turned, value = (shards.gather(x, RESOURCE) for x in (rotate_heads(key, turn), value))
+        rotated, value = (shards.gather(x, RESOURCE) for x in (apply_rotary(key, rotary), value))
         rank = _of_keys(self.ranks(query), self._for_heads(cluster.swapaxes(1, 2)))
         itself = shards.part(jnp.eye(cluster.shape[1], dtype=bool)[None], RESOURCE)
         visible = shards.part(self._visible(context), RESOURCE)[:, None]
         visible = jnp.broadcast_to(visible, rank.shape)
-        return head_scores(rotate_heads(query, turn), turned), value, jnp.where(itself, 0, rank), visible
+        return head_scores(apply_rotary(query, rotary), rotated), value, jnp.where(itself, 0, rank), visible
 
     def empty_cache(self, rows: int, length: int) -> ClusteredCache:
         """Room for `length` tokens in every row."""
@@ -112,10 +112,10 @@ class ClusteredAttention(WeightedAttention):
     def fill(self, h: Float[Array, "b L d"], context: Context, cache: ClusteredCache) -> ClusteredCache:
         """The cache after a prompt."""
         _, key, value = self.qkv.grouped(h)
-        turn, length = context.turns(self.config).heads, h.shape[1]
+        rotary, length = context.rotary(self.config).heads, h.shape[1]
         cluster = self.clusters(key).swapaxes(1, 2).reshape(-1, length)
         return ClusteredCache(
-            cache.neurons.fill(rotate_heads(key, turn), value), cache.cluster.at[:, :length].set(cluster)
+            cache.neurons.fill(apply_rotary(key, rotary), value), cache.cluster.at[:, :length].set(cluster)
         )
 
     def decode(
@@ -123,16 +123,16 @@ class ClusteredAttention(WeightedAttention):
     ) -> tuple[Float[Array, "b 1 d"], ClusteredCache]:
         """One more token in every row."""
         query, key, value = self.qkv.grouped(h)
-        turn, positions = context.turns(self.config).heads, context.positions
+        rotary, positions = context.rotary(self.config).heads, context.positions
         row, place = jnp.arange(cache.cluster.shape[0]), jnp.repeat(positions[:, 0], self.config.kv_heads)
         cache = ClusteredCache(
-            cache.neurons.write(positions, rotate_heads(key, turn), value),
+            cache.neurons.write(positions, apply_rotary(key, rotary), value),
             cache.cluster.at[row, place].set(self.clusters(key).reshape(-1)),
         )
         cluster = self._for_heads(cache.cluster.reshape(h.shape[0], -1, cache.cluster.shape[1]))
         rank = _of_keys(self.ranks(query), cluster)[:, :, 0]
         itself = jnp.arange(rank.shape[-1]) == positions[..., None]
-        scores = cache.neurons.scores(rotate_heads(query, turn), positions)
+        scores = cache.neurons.scores(apply_rotary(query, rotary), positions)
         chosen = ((rank < self.config.attention.clusters_kept) | itself) & jnp.isfinite(scores)
         return self.output(merge_heads(cache.neurons.mix(softmax_selected(scores, chosen)))), cache
 

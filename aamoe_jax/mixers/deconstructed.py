@@ -40,8 +40,8 @@ PRINCIPLES: Mapping[str, frozenset[Principle]] = {
 class TokenMLP(Part):
     """FC_Dn(SiLU(FC_Gt(h)) * FC_Up(h)) with d x d maps in place of W^Q, W^K and W^V, and W^O after it (DEC-03).
 
-    Tokens do not mix, so there is nothing that a rotary turn could tell apart. Groups of heads have no meaning here:
-    the maps stay d x d whatever `num_kv_heads` is.
+    Tokens do not mix, so there is nothing that a rotary embedding could tell apart. Groups of heads have no meaning
+    here: the maps stay d x d whatever `num_kv_heads` is.
     """
 
     label = "mlp"

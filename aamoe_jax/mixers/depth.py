@@ -21,9 +21,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import rotation
+from aamoe_jax.layers import rotary_table
 from aamoe_jax.mixers.attention import CausalAttention
-from aamoe_jax.mixers.base import Context, Mixer, Statistics, Turns
+from aamoe_jax.mixers.base import Context, Mixer, RotaryTables, Statistics
 from aamoe_jax.mixers.cache import KeyValueCache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
 from aamoe_jax.mixers.family import Form
@@ -141,7 +141,8 @@ class MixtureOfDepths(Mixer):
     ) -> tuple[Float[Array, "b 1 d"], DepthCache]:
         """One more token in every row; it is written where the last that went through left off."""
         chosen = self.predictor(h)[:, 0] > 0
-        inner = dataclasses.replace(context, positions=cache.count[:, None], known_turns=self._turns(context.positions))
+        tables = self._rotary(context.positions)
+        inner = dataclasses.replace(context, positions=cache.count[:, None], rotary_tables=tables)
         attended, after = self.attention.decode(h, inner, cache.attention)
         output = (attended + self.feed_forward(h, inner)[0]) * self._weights(h)[..., None].astype(h.dtype)
         heads = self.config.kv_heads
@@ -172,14 +173,14 @@ class MixtureOfDepths(Mixer):
             context,
             segment_ids=jnp.where(is_chosen, segments, 0),
             positions=positions,
-            known_turns=self._turns(positions),
+            rotary_tables=self._rotary(positions),
             shards=dataclasses.replace(context.shards, resource=1),  # every shard has the whole row
         )
         return jnp.take_along_axis(h, place[..., None], axis=1), inner, place
 
-    def _turns(self, positions: Int[Array, "b C"]) -> Turns:
-        heads = rotation(positions, self.config.head_dim, self.config.rope_base)
-        return Turns(heads, heads, heads)  # attention turns heads alone
+    def _rotary(self, positions: Int[Array, "b C"]) -> RotaryTables:
+        heads = rotary_table(positions, self.config.head_dim, self.config.rope_base)
+        return RotaryTables(heads, heads, heads, heads)  # attention has heads alone
 
     def _weights(self, h: Float[Array, "b n d"]) -> Float[Array, "b n"]:
         return h.astype(jnp.float32) @ self.router[...]

@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import Projection, merge_heads, rotate_heads, split_heads
+from aamoe_jax.layers import Projection, apply_rotary, merge_heads, split_heads
 from aamoe_jax.mixers.attention import WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache, flat_heads
@@ -156,8 +156,8 @@ class GatedAttention(WeightedAttention):
     ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
         """Queries, keys, gates, values."""
         query, key, value = self._rotated(h, context)
-        turn = context.turns(self.config).heads_here(context.shards)
-        gate = rotate_heads(self.qkv.norm_key(split_heads(self.gate(h), self.config.head_dim)), turn)
+        rotary = context.rotary(self.config).attending
+        gate = apply_rotary(self.qkv.norm_key(split_heads(self.gate(h), self.config.head_dim)), rotary)
         return query, key, gate, value
 
 

@@ -9,8 +9,9 @@ Shapes: b rows, L tokens per row, s of them attend here, H heads, G heads of key
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import ConfigError, ModelConfig
-from aamoe_jax.layers import merge_heads, rotate_heads, split_heads
+from aamoe_jax.layers import apply_rotary, merge_heads, split_heads
 from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
-from aamoe_jax.mixers.base import Context, Statistics, causal_mask
+from aamoe_jax.mixers.base import Context, RotaryTables, Statistics, causal_mask
 from aamoe_jax.mixers.cache import fill_value, mix_values, write_value
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, projections, saved_norm, saved_rotation, squares
 from aamoe_jax.mixers.family import Form, head_scores, largest_logit, softmax_selected
-from aamoe_jax.registry import register
-from aamoe_jax.shards import RESOURCE, TENSOR, Shards
+from aamoe_jax.registry import MIXERS, register
+from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS, WHOLE, Shards
 
 TEXT = """\
 Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in Liberty, and \
@@ -36,6 +37,49 @@ war. We have come to dedicate a portion of that field, as a final resting place 
 that that nation might live. It is altogether fitting and proper that we should do this. But, in a larger sense, we \
 can not dedicate -- we can not consecrate -- we can not hallow -- this ground."""
 """A. Lincoln, 1863: the fixed text where none is given."""
+
+
+class FixedStreams(NamedTuple):
+    """Sequences that no input changes, and how they run through the stack: one row each (DEC-06, DEC-07)."""
+
+    x: Mapping[str, Float[Array, "1 n d"]]
+    """By the mixer that reads it: its residual stream at this depth, for the tokens here."""
+    embedded: Mapping[str, Float[Array, "1 s d"]]
+    """What entered the first block, for the tokens that attend together."""
+    rotary_tables: RotaryTables | None = None
+
+    def context_of(self, name: str, context: Context) -> Context:
+        """The context of one of the sequences: one row, one document."""
+        length = self.x[name].shape[1] * context.shards.count(TOKENS)
+        return dataclasses.replace(
+            context,
+            segment_ids=jnp.ones((1, length), jnp.int32),
+            positions=jnp.arange(length)[None],
+            detail="sums",
+            rotary_tables=self.rotary_tables,
+            embedded=self.embedded[name],
+        )
+
+    def through(self, block: Any, context: Context) -> tuple[Context, FixedStreams]:
+        """The context of a block, with the input that it has of every sequence; and the sequences after it."""
+        context = dataclasses.replace(context, fixed=self._replace(x={n: block.norm(x) for n, x in self.x.items()}))
+        after = {name: block(x, self.context_of(name, context))[0] for name, x in self.x.items()}
+        return context, self._replace(x=after)
+
+
+def fixed_streams(config: ModelConfig, embed: Callable, length: int, shards: Shards = WHOLE) -> FixedStreams | None:
+    """What enters the first block beside the batch: noise or a text, where a mixer makes its map of it.
+
+    Args:
+      embed: (tokens, shards) -> their embeddings.
+      length: tokens of a row.
+    """
+    starts = {name: start for _, name in config.mixers if (start := MIXERS[name].fixed_stream) is not None}
+    if not starts:
+        return None
+    rows = dataclasses.replace(Context.of_rows(config, 1, length), shards=shards)
+    x = {name: start(embed, config, rows.index, shards) for name, start in starts.items()}
+    return FixedStreams(x, {name: shards.gather(row, TENSOR) for name, row in x.items()}, rows.rotary(config))
 
 
 class MapCache(NamedTuple):
@@ -48,8 +92,7 @@ class MapCache(NamedTuple):
 class FixedMapAttention(WeightedAttention):
     """softmax(q K^T / sqrt(k)) V with q and K of a fixed sequence at this depth, place by place in the row.
 
-    Queries and keys are turned to their places in the row, as standard attention turns them to positions: a second
-    document of a row continues the map where it stands.
+    Rotary positions are places in the row: a second document of a row continues the map where it stands.
     """
 
     def __init__(self, config: ModelConfig, stream: Literal["random_qk", "fixed_qk"], *, rngs: nnx.Rngs):
@@ -94,9 +137,9 @@ class FixedMapAttention(WeightedAttention):
         """q . k / sqrt(k) of the places here with all places."""
         stream = context.shards.gather(context.fixed.x[self.stream], TENSOR)
         query, key, _ = self.qkv.grouped(stream)
-        turn = context.of_fixed(self.stream).turns(self.config).heads_here(context.shards)
-        query, key = rotate_heads(query, turn), context.shards.gather(rotate_heads(key, turn), RESOURCE)
-        return head_scores(query, key)[0]
+        rotary = context.fixed.context_of(self.stream, context).rotary(self.config).attending
+        key = context.shards.gather(apply_rotary(key, rotary), RESOURCE)
+        return head_scores(apply_rotary(query, rotary), key)[0]
 
     def empty_cache(self, rows: int, length: int) -> MapCache:
         """Room for the map, and for `length` values in every row."""
@@ -128,7 +171,7 @@ class FixedMapAttention(WeightedAttention):
 class StaticAttention(CausalAttention):
     """softmax(q K^T / sqrt(k)) V with q and K of the embeddings that entered the first block, and V of the input.
 
-    Turned to positions like standard attention. Embeddings enter the stack at unit size, and are not normed again.
+    Rotary positions are those of standard attention. Embeddings enter the stack at unit size, and are not normed again.
     """
 
     @staticmethod

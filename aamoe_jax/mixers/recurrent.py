@@ -42,8 +42,8 @@ class ApproximateAttention(WeightedAttention):
 
     The second order of softmax's exponential without its mixed terms, and one normalisation of all orders together, as
     softmax has. Without the mixed terms a weight can be negative, and so can their sum; so no sum counts as less than
-    half the number of tokens, which no sum with the mixed terms could be. Queries and keys are turned to their
-    positions like those of standard attention; of the squares the turn is not of distances alone.
+    half the number of tokens, which no sum with the mixed terms could be. Queries and keys have the
+    rotary embedding of standard attention; of the squares it does not depend on distances alone.
     """
 
     @staticmethod
@@ -176,7 +176,7 @@ class NonApproximateAttention(CausalAttention):
     """o_i = sum_{j <= i} e^(s_j) v_j / sum_{j <= i} e^(s_j), s_j = SiLU(q_j) . k_j / sqrt(k): one per head and token.
 
     The weight of a token is its own affair, whoever looks at it: a state of d + 2 H numbers goes from token to token.
-    Query and key are of one token, so a rotary turn of both would change nothing, and there is none. The norm of
+    Query and key are of one token, so a rotary embedding of both would change nothing, and there is none. The norm of
     queries, where there is one, comes before SiLU, which makes nothing longer: it bounds s_j all the same.
     """
 

@@ -124,7 +124,7 @@ class TestAA39:
         random = np.random.default_rng(0)
         scores = jnp.asarray(random.normal(size=(2, 9, 5)), jnp.float32)
         own, available = jnp.zeros((2, 9), jnp.int32), jnp.ones((2, 9, 5), bool)
-        choice = Candidates(scores, available, None, own, 3, 5, UNBOUNDED, False)
+        choice = Candidates(scores, available, None, own, available.sum(-1), 3, 5, UNBOUNDED, False)
         budget = jnp.asarray(random.uniform(0, 6, (2, 9)), jnp.float32)
         count = jnp.minimum(jnp.floor(budget).astype(jnp.int32), 5)
         priced, plain = (how(choice, Budget(budget, count, count)) for how in (Prices(1.0), OneBudget()))

@@ -5,24 +5,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aamoe_jax.aamoe.allocation import (
-    Candidates,
-    OneBudget,
-    log_affordability,
-    log_partition,
-    top_resources,
-)
+from aamoe_jax.aamoe.allocation import Candidates, OneBudget, log_affordability, log_partition, rank
 from aamoe_jax.aamoe.budget import UNBOUNDED, Budget
-from aamoe_jax.aamoe.resources import available_chunks, chunk_ends
+from aamoe_jax.aamoe.resources import available_chunks
+
+
+def candidates_of(scores, available) -> Candidates:
+    """Two chunks, then experts; without a local resource."""
+    scores, available = jnp.asarray(scores), jnp.asarray(available)
+    own, slots = jnp.zeros(scores.shape[:2], jnp.int32), scores.shape[-1]
+    return Candidates(scores, available, None, own, available.sum(-1), 2, slots, UNBOUNDED, False)
 
 
 def test_affordability_reproduces_the_sanity_check_of_the_paper():
     """Budget 2.5 (eq 12-13): sigma(1.5) and sigma(0.5), and the second item feels the budget more."""
-    rank = jnp.array([1, 2])
-    np.testing.assert_allclose(jnp.exp(log_affordability(jnp.full(2, 2.5), rank)), [0.8176, 0.6225], atol=5e-5)
-    probability = jax.jacobian(lambda budget: jax.nn.sigmoid(budget - rank))(2.5)
+    k = jnp.array([1, 2])
+    np.testing.assert_allclose(jnp.exp(log_affordability(jnp.full(2, 2.5), k)), [0.8176, 0.6225], atol=5e-5)
+    probability = jax.jacobian(lambda budget: jax.nn.sigmoid(budget - k))(2.5)
     np.testing.assert_allclose(probability, [0.1491, 0.2350], atol=5e-5)
-    log_probability = jax.jacobian(lambda budget: log_affordability(jnp.full(2, budget), rank))(2.5)
+    log_probability = jax.jacobian(lambda budget: log_affordability(jnp.full(2, budget), k))(2.5)
     np.testing.assert_allclose(log_probability, [0.1824, 0.3775], atol=5e-5)
 
 
@@ -34,7 +35,7 @@ def test_affordability_is_finite_far_below_the_price():
 
 def available_of_row(segments, chunk_size):
     chunk = jnp.arange(segments.shape[1])[None] // chunk_size
-    return np.asarray(available_chunks(chunk, segments, chunk_ends(segments, chunk_size)))[0]
+    return np.asarray(available_chunks(chunk, segments, segments[:, chunk_size - 1 :: chunk_size]))[0]
 
 
 @pytest.mark.parametrize(("length", "chunk_size"), [(24, 8), (16, 16), (40, 4)])
@@ -56,11 +57,11 @@ def test_available_chunks_stay_within_the_document_and_are_complete():
     assert not available[14:].any()
 
 
-def test_top_resources_match_brute_force_and_break_ties_by_index():
+def test_ranks_match_brute_force_and_break_ties_by_index():
     rng = np.random.default_rng(0)
     scores = rng.integers(0, 4, (2, 50, 9)).astype(np.float32)  # few values: many ties
     available = rng.random((2, 50, 9)) < 0.7
-    best, index = top_resources(jnp.asarray(scores), jnp.asarray(available), 9)
+    best, index = rank(candidates_of(scores, available), jnp.full((2, 50), 9))
     for row in range(2):
         for i in range(50):
             order = sorted(np.flatnonzero(available[row, i]), key=lambda j: (-scores[row, i, j], j))
@@ -72,7 +73,7 @@ def test_no_more_is_ranked_than_is_counted():
     rng = np.random.default_rng(2)
     scores, available = jnp.asarray(rng.normal(size=(2, 50, 9)), jnp.float32), jnp.asarray(rng.random((2, 50, 9)) < 0.7)
     count = jnp.minimum(jnp.asarray(rng.integers(-1, 6, (2, 50)), jnp.int32), available.sum(-1))
-    (all_best, all_index), (best, index) = (top_resources(scores, available, 9, few) for few in (None, count))
+    (all_best, all_index), (best, index) = (rank(candidates_of(scores, available), few) for few in (count + 9, count))
     used = jnp.arange(9) < count[..., None]
     np.testing.assert_array_equal(index, jnp.where(used, all_index, 0))
     np.testing.assert_array_equal(best, jnp.where(used, all_best, -jnp.inf))
@@ -84,7 +85,7 @@ def test_log_prob_is_eq_15_and_probabilities_sum_to_at_most_one():
     available = jnp.asarray(rng.random((1, 20, 7)) < 0.8).at[..., 0].set(True)
     budget = jnp.asarray(rng.uniform(0, 5, (1, 20)), jnp.float32)
     count = jnp.minimum(jnp.floor(budget).astype(jnp.int32), available.sum(-1))
-    plain = Candidates(scores, available, None, jnp.zeros((1, 20), jnp.int32), 3, 7, UNBOUNDED, False)
+    plain = candidates_of(scores, available)
     spending = Budget(budget, count, count)
     result, log_prob = (OneBudget()(found, spending) for found in (plain, plain.normalized()))
     index, log_prob = result.resource, log_prob.log_prob

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from aamoe_jax.aamoe.reference import reference_budgets, reference_layer
-from aamoe_jax.layers import merge_heads, rotate_heads
+from aamoe_jax.layers import apply_rotary, merge_heads
 from aamoe_jax.mixers.all_attention import joint_attention
 from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.base import Context, causal_mask
@@ -120,8 +120,8 @@ def test_unbounded_budget_without_bias_is_all_attention(local):
     query, key, value = layer.qkv(h)
     memory = [x[...].reshape(E * M, HEADS, -1) for x in (layer.expert_keys, layer.expert_values)]
     dense = joint_attention(
-        rotate_heads(query, context.turns(config).heads),
-        rotate_heads(key, context.turns(config).heads),
+        apply_rotary(query, context.rotary(config).heads),
+        apply_rotary(key, context.rotary(config).heads),
         value,
         query,
         layer.qkv.norm_key(memory[0]),

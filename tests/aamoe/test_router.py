@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from aamoe_jax.aamoe.resources import chunk_ends, flat_index, representation_tensor
-from aamoe_jax.aamoe.router import LearnedRouter
-from aamoe_jax.layers import Rotation, rotation
+from aamoe_jax.aamoe.resources import flat_index, representation_tensor
+from aamoe_jax.aamoe.router import Heads, LearnedRouter
+from aamoe_jax.mixers.base import Context
 from tests.aamoe.helpers import D, E, M, inputs, model_config
 
 
@@ -23,13 +23,10 @@ def turn(x: np.ndarray, position: int, base: float = 10_000.0) -> np.ndarray:
 
 def scores_of(router, h, positions):
     """The router's scores in a row of its own, chunks ending at every M-th token."""
-    turn = turn_of(positions)
-    ends = Rotation(*(chunk_ends(x, M) for x in turn))
-    return router(h, turn, chunk_ends(h, M), ends)
-
-
-def turn_of(positions: jax.Array) -> Rotation:
-    return rotation(positions, D, 10_000.0)
+    context = Context(jnp.ones_like(positions), positions, "prefix", 4.0)
+    heads = h[:, :, None]  # a learned router reads h alone
+    chunks = jnp.ones((*positions.shape, positions.shape[1] // M), bool)
+    return router.scores(h, Heads(h, *(heads,) * 6), chunks, context)
 
 
 def test_scores_are_eq_4():

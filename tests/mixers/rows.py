@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.mixers.base import Context, FixedStreams
+from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.fixed_maps import FixedStreams
 
 
 class Rows(NamedTuple):
@@ -37,7 +38,7 @@ class Rows(NamedTuple):
             "prefix",
             1.0,
             embedded=jnp.asarray(self.embedded(config)),
-            fixed=FixedStreams(streams, streams, None),
+            fixed=FixedStreams(streams, streams),
         )
 
 
@@ -61,7 +62,7 @@ def rms(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def turned(x: np.ndarray, position: int, config: ModelConfig) -> np.ndarray:
-    """The rotary turn of one vector, pair by pair, as complex numbers."""
+    """The rotary embedding of one vector, pair by pair, as complex numbers."""
     half = len(x) // 2
     angle = position * config.rope_base ** (-np.arange(half) / half)
     pairs = (x[:half] + 1j * x[half:]) * np.exp(1j * angle)

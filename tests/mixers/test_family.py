@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from aamoe_jax.config import ModelConfig, MoEConfig
-from aamoe_jax.layers import merge_heads, rotate_heads
+from aamoe_jax.layers import apply_rotary, merge_heads
 from aamoe_jax.mixers.base import Context, causal_mask
 from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.family import head_scores, softmax_selected, top_selected
@@ -20,8 +20,8 @@ H = jax.random.normal(jax.random.key(0), (2, LENGTH, 16))
 def test_uni_01_06_07_attention_sums_over_tokens_that_came_before():
     part = build_mixer("attention", CONFIG, rngs=nnx.Rngs(1)).parts["attention"]
     query, key, value = part.qkv(H)
-    turn = CONTEXT.turns(CONFIG).heads
-    candidates, scores = value, head_scores(rotate_heads(query, turn), rotate_heads(key, turn))
+    rotary = CONTEXT.rotary(CONFIG).heads
+    candidates, scores = value, head_scores(apply_rotary(query, rotary), apply_rotary(key, rotary))
     coefficients = softmax_selected(scores, causal_mask(CONTEXT.segment_ids)[:, None])
     heads = (coefficients @ candidates.swapaxes(1, 2)).swapaxes(1, 2)
     np.testing.assert_allclose(part(H, CONTEXT)[0], part.output(merge_heads(heads)), atol=2e-6)

@@ -19,7 +19,7 @@ H = jax.random.normal(jax.random.key(0), (2, LENGTH, WIDTH))
 
 
 def context(config=CONFIG):
-    """At position 0 throughout: a rotary turn of 0 turns nothing."""
+    """At position 0 throughout: its rotary embedding changes nothing."""
     return dataclasses.replace(Context.of_rows(config, 2, LENGTH), positions=jnp.zeros((2, LENGTH), jnp.int32))
 
 
