@@ -1,4 +1,4 @@
-"""The only schema: one frozen dataclass per room.
+"""The only schema: one frozen dataclass for each part of an experiment.
 
 Every field is documented where it stands; `__post_init__` refuses what cannot work and names field, value and what is
 wanted. The library reads these objects and nothing else: no flags, no gin, no environment.
@@ -7,6 +7,7 @@ wanted. The library reads these objects and nothing else: no flags, no gin, no e
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import typing
 from typing import Any, Literal, TypeVar, get_args
@@ -311,7 +312,7 @@ class ModelConfig:
         """The config of this class, which a mixer of the pattern was registered with."""
         return next(config for config in self.own if type(config) is cls)
 
-    @property
+    @functools.cached_property
     def head_dim(self) -> int:
         return self.d_model // self.num_heads
 
@@ -319,12 +320,12 @@ class ModelConfig:
     def kv_heads(self) -> int:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
-    @property
+    @functools.cached_property
     def periods(self) -> int:
         """How often the pattern is repeated."""
         return self.num_layers // len(self.pattern)
 
-    @property
+    @functools.cached_property
     def mixers(self) -> tuple[tuple[int, str], ...]:
         """The mixers of one period in order, each with the layer of the period that it is in."""
         return tuple((at, name) for at, layer in enumerate(self.pattern) for name in patterns.mixers_of(layer))
@@ -350,7 +351,7 @@ class ModelConfig:
         width = self.moe.expert_width
         return width if width is not None else max(self.ff_width // self.moe.top_k, 1)
 
-    @property
+    @functools.cached_property
     def betas(self) -> tuple[float, ...]:
         """Budget per token of each layer."""
         beta = self.aamoe.budget.beta

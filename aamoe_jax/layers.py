@@ -118,25 +118,18 @@ class QueryKeyValue(nnx.Module):
 
     def __call__(
         self, h: Float[Array, "b L d"], of_keys: Float[Array, "b L d"] | None = None
-    ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L H k"], Float[Array, "b L H k"]]:
-        """Queries and keys (normed, not yet rotated) and values of every token, for every head.
+    ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
+        """Queries and keys (normed, not yet rotated) and values of every token; G = H / `group`.
 
         Args:
           of_keys: what keys are projected from; None: h.
         """
-        query, key, value = self.grouped(h, of_keys)
-        return query, jnp.repeat(key, self.group, axis=-2), jnp.repeat(value, self.group, axis=-2)
-
-    def grouped(
-        self, h: Float[Array, "b L d"], of_keys: Float[Array, "b L d"] | None = None
-    ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
-        """The same with the keys and values of each group of heads once."""
         query = split_heads(self.query(h), self.head_dim)
         key = split_heads(self.key(h if of_keys is None else of_keys), self.head_dim)
         value = split_heads(self.value(h), self.head_dim)
         if self.qk_norm == "rms":
-            query = self.query_norm(query)
-        return query, self.norm_key(key), value
+            query, key = self.query_norm(query), self.key_norm(key)
+        return query, key, value
 
     def max_score(self) -> Float[Array, ""] | None:
         """What no score q . k / sqrt(k) exceeds, by the norms alone; None without them."""
@@ -147,5 +140,5 @@ class QueryKeyValue(nnx.Module):
         return jax.lax.stop_gradient(1.02 * query * key * math.sqrt(self.query_norm.scale[...].shape[0]))
 
     def norm_key(self, key: Float[Array, "*batch H k"]) -> Float[Array, "*batch H k"]:
-        """The norm that keys of tokens and of experts share."""
+        """The norm of keys, for those of experts."""
         return self.key_norm(key) if self.qk_norm == "rms" else key

@@ -16,7 +16,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from aamoe_jax.aamoe.resources import whole_chunks
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Norm
 from aamoe_jax.mixers.base import BudgetMode, Cache, Context, Detail, Statistics
@@ -133,10 +132,8 @@ def betas_of_blocks(
     return betas.reshape(config.periods, -1)[:, np.array([layer for layer, _ in config.mixers])]
 
 
-def kept_blocks(config: ModelConfig, skipped: frozenset[Skipped]) -> Bool[Array, "periods p"] | None:
-    """Which blocks of every period are not skipped (DEC-11); None: all are there."""
-    if not skipped:
-        return None
+def kept_blocks(config: ModelConfig, skipped: frozenset[Skipped]) -> Bool[Array, "periods p"]:
+    """Which blocks of every period are not skipped (DEC-11)."""
     layers = np.arange(config.num_layers).reshape(config.periods, -1)
     return jnp.array([[skipped.isdisjoint({row[at], name}) for at, name in config.mixers] for row in layers])
 
@@ -147,6 +144,7 @@ class LanguageModel(nnx.Module):
     def __init__(self, config: ModelConfig, skipped: frozenset[Skipped] = frozenset(), *, rngs: nnx.Rngs):
         self.config = config
         self.skipped = skipped
+        self.row_multiple = config.aamoe.chunk_size if config.layers_of("aamoe") else 1
         mixers = [MIXERS[name] for _, name in config.mixers]
         self.reads_embeddings = any(mixer.embeddings for mixer in mixers)
         self.reads_fixed_streams = any(mixer.fixed_stream is not None for mixer in mixers)
@@ -189,7 +187,10 @@ class LanguageModel(nnx.Module):
         length = tokens.shape[1]
         segment_ids = jnp.ones_like(tokens) if segment_ids is None else segment_ids
         positions = jnp.broadcast_to(jnp.arange(length), tokens.shape) if positions is None else positions
-        tokens, segment_ids, positions = (self.whole_chunks(x) for x in (tokens, segment_ids, positions))
+        if extra := -length % self.row_multiple:
+            # Padding has segment 0: no budget, and no chunk that ends in it can be chosen.
+            rows = (tokens, segment_ids, positions)
+            tokens, segment_ids, positions = (jnp.pad(x, ((0, 0), (0, extra))) for x in rows)
         x = self.embed(shards.part(tokens, TOKENS), shards)
         context = Context(
             segment_ids=segment_ids,
@@ -205,14 +206,9 @@ class LanguageModel(nnx.Module):
         )
         context = dataclasses.replace(context, rotary_tables=context.rotary(self.config))
         x, statistics = self._run_periods(x, context)
-        if length == tokens.shape[1]:
-            return self.logits(x, shards), statistics
-        return self.logits(x[:, :length], shards), {name: _first(name, x, length) for name, x in statistics.items()}
-
-    def whole_chunks(self, x: Int[Array, "b L"]) -> Int[Array, "b M"]:
-        """Rows as AA-MoE layers take them. Padding has segment 0: no budget, and no chunk that ends in it can be
-        chosen."""
-        return whole_chunks(x, self.config.aamoe.chunk_size) if self.config.layers_of("aamoe") else x
+        if extra:
+            x, statistics = x[:, :length], {name: _first(name, x, length) for name, x in statistics.items()}
+        return self.logits(x, shards), statistics
 
     def embed(self, tokens: Int[Array, "*batch"], shards: Shards = WHOLE) -> Float[Array, "*batch d"]:
         """What enters the first block."""
@@ -241,9 +237,10 @@ class LanguageModel(nnx.Module):
 
         carry, _ = equally_varying(((x, context.fixed), params))  # what goes around a loop keeps its type
         betas = betas_of_blocks(self.config, context.scale, context.max_scale)
+        kept = kept_blocks(self.config, self.skipped) if self.skipped else None
         if self.config.remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[self.config.remat])
-        (x, _), collected = jax.lax.scan(body, carry, (params, betas, kept_blocks(self.config, self.skipped)))
+        (x, _), collected = jax.lax.scan(body, carry, (params, betas, kept))
         return x, _in_layer_order(collected)
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
+
+from pallas_kernels.varying import varying
 
 FSDP, RESOURCE, TENSOR = ("fsdp",), ("resource",), ("tensor",)
 TOKENS = ("resource", "tensor")
@@ -115,28 +116,14 @@ WHOLE = Shards()
 
 def sum_over_all(x: Array) -> Array:
     """The sum over all devices of the mesh of what each has counted of its own."""
-    return jax.lax.psum(_varying(x), AXES)
+    return jax.lax.psum(varying(x, AXES), AXES)
 
 
 def sum_over_rows(x: Array) -> Array:
     """The sum over the devices that have other rows."""
-    return jax.lax.psum(_varying(x), ROWS)
+    return jax.lax.psum(varying(x, AXES), ROWS)
 
 
 def max_over_all(x: Array) -> Array:
     """The largest over all devices of the mesh."""
-    return jax.lax.pmax(_varying(x), AXES)
-
-
-def vary(params: Any) -> Any:
-    """The same parameters, free to differ between all devices: their gradients are then those of one device alone.
-
-    The transpose is what adds these up over the devices that share a parameter: `jax.vjp` of this, once per step.
-    """
-    return jax.tree.map(_varying, params)
-
-
-def _varying(x: Array) -> Array:
-    """Lets x vary over every axis, those of size 1 too, along which nothing told it to."""
-    missing = tuple(set(AXES) - jax.typeof(x).manual_axis_type.varying)
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
+    return jax.lax.pmax(varying(x, AXES), AXES)

@@ -1,19 +1,25 @@
 """Inside `jax.shard_map`: over which axes of the mesh arrays vary."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import jax
-from jaxtyping import PyTree
 
 
-def equally_varying(arrays: PyTree) -> PyTree:
+def varying(arrays: Any, axes: Iterable[str]) -> Any:
+    """The same arrays, free to differ between devices along these axes. The transpose adds up over those."""
+
+    def of_one(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(set(axes) - jax.typeof(x).manual_axis_type.varying))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(of_one, arrays)
+
+
+def equally_varying(arrays: Any) -> Any:
     """Lets every array vary over the axes that any of them varies over: kernels and loops want arguments of one type.
 
     Done outside a custom VJP, so that autodiff adds the sums over those axes. Nothing changes elsewhere.
     """
-    axes = frozenset().union(*(_axes(x) for x in jax.tree.leaves(arrays)))
-    return jax.tree.map(
-        lambda x: jax.lax.pcast(x, tuple(axes - _axes(x)), to="varying") if axes - _axes(x) else x, arrays
-    )
-
-
-def _axes(x: jax.Array) -> frozenset:
-    return jax.typeof(x).manual_axis_type.varying
+    leaves = jax.tree.leaves(arrays)
+    return varying(arrays, frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves)))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Num
 
 from aamoe_jax.aamoe.resources import flat_index, representation_tensor
@@ -71,7 +72,14 @@ def attend_here(
     return Attended(Softmax(output, lse), mass)
 
 
-def beside_null(attention: Softmax, null_logit: Float[Array, "H"]) -> Float[Array, "b s H k"]:
-    """A key with value 0 and logit n takes exp(n) / (exp(n) + exp(lse)) of the attention (decision 15)."""
-    kept = jax.nn.sigmoid(attention.lse - null_logit)
+def beside_null(attention: Softmax, null_logit: nnx.Param | None) -> Float[Array, "b s H k"]:
+    """Heads beside a null slot, where there is one: a key with value 0 and logit n, which takes exp(n) / (exp(n) +
+    exp(lse)) of the attention (decision 15).
+
+    Args:
+      null_logit: n of every head.
+    """
+    if null_logit is None:
+        return attention.output
+    kept = jax.nn.sigmoid(attention.lse - null_logit[...])
     return attention.output * kept[..., None].astype(attention.output.dtype)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from aamoe_jax.aamoe import allocation
 from aamoe_jax.aamoe.allocation import Allocation
-from aamoe_jax.aamoe.attend import Attended, Softmax
+from aamoe_jax.aamoe.attend import Softmax, beside_null
 from aamoe_jax.aamoe.budget import next_budget
 from aamoe_jax.aamoe.cache import Cache, new_cache
 from aamoe_jax.layers import merge_heads, split_heads
@@ -79,8 +79,8 @@ class PagedDecoding(nnx.Module):
             self.slots_of(self.allocator(candidates, budget), context.positions),
             norm_expert_key=self.qkv.norm_key,
         )
-        found = Attended(Softmax(output[:, None], lse[:, None]), jnp.zeros((len(h), 1, 0)))
-        return self.output(merge_heads(self.beside_null(found))), cache
+        attention = Softmax(output[:, None], lse[:, None])
+        return self.output(merge_heads(beside_null(attention, self.null_logit))), cache
 
     def slots_of(self, allocated: Allocation, positions: Int[Array, "b 1"]) -> Slots:
         """One token's allocation as ranges of keys. A window is two slots: the own page so far, the rest of the one

@@ -13,13 +13,13 @@ from jaxtyping import Array, Float, Int
 
 from aamoe_jax.aamoe import allocation, statistics
 from aamoe_jax.aamoe.allocation import Allocation, Candidates
-from aamoe_jax.aamoe.attend import Attended, beside_null
+from aamoe_jax.aamoe.attend import beside_null
 from aamoe_jax.aamoe.budget import IMPORTANCE, Budget, BudgetPredictor, budget_of_rows
 from aamoe_jax.aamoe.costs import AAMoECosts
 from aamoe_jax.aamoe.decode import PagedDecoding
 from aamoe_jax.aamoe.parallel import attend
 from aamoe_jax.aamoe.pooled import PooledRouter
-from aamoe_jax.aamoe.resources import LOCAL, chunks_of_rows
+from aamoe_jax.aamoe.resources import LOCAL, available_chunks
 from aamoe_jax.aamoe.router import Heads, LearnedRouter
 from aamoe_jax.aamoe.statistics import Steps
 from aamoe_jax.config import ConfigError, ModelConfig
@@ -54,8 +54,8 @@ class AAMoELayer(PagedDecoding, AAMoECosts):
             self.expert_keys, self.expert_values = nnx.Param(keys, axes=axes), nnx.Param(values, axes=axes)
         if layer.budget.normalizer == "row":
             self.predictor = BudgetPredictor(d, rngs=rngs)
-        if layer.null_slot == "learned":
-            self.null_logit = nnx.Param(jnp.zeros(config.num_heads), axes=("heads",))
+        null = nnx.Param(jnp.zeros(config.num_heads), axes=("heads",)) if layer.null_slot == "learned" else None
+        self.null_logit = null
         self.allocator = allocation.allocator(layer)
         self.local = LOCAL[layer.local]
 
@@ -77,7 +77,7 @@ class AAMoELayer(PagedDecoding, AAMoECosts):
         budget = self.budget(h, self.allocator.limit(candidates), context)  # B_i = floor(B b_i)
         allocated = self.allocator(candidates, budget)  # eq 8, 10-15
         found = attend(heads, allocated, context, self.config, self.qkv.max_score())  # eq 7, 16
-        output = context.sum_over_heads(self.output(merge_heads(self.beside_null(found))))
+        output = context.sum_over_heads(self.output(merge_heads(beside_null(found.attention, self.null_logit))))
         return output, Steps(heads, candidates, budget, allocated, found)
 
     def project(
@@ -95,6 +95,7 @@ class AAMoELayer(PagedDecoding, AAMoECosts):
             of_keys = self.convolution(h, context).astype(h.dtype)
         query, key, value = self.qkv(h, of_keys)
         rotary = context.rotary(self.config).attending
+        key, value = (jnp.repeat(x, self.qkv.group, axis=-2) for x in (key, value))
         expert_key, expert_value = (x.astype(h.dtype) for x in self.expert_rows(key.shape[-2]))
         rotated = apply_rotary(query, rotary), apply_rotary(key, rotary)
         return Heads(h, query, *rotated, value, self.qkv.norm_key(expert_key), expert_value)
@@ -110,7 +111,7 @@ class AAMoELayer(PagedDecoding, AAMoECosts):
     def candidates(self, h: Float[Array, "b n d"], heads: Heads, context: Context) -> Candidates:
         """r_ij of every resource (eq 4), and which of them every token may choose (AA-07)."""
         layer = self.config.aamoe
-        chunks = chunks_of_rows(layer, context)
+        chunks = available_chunks(layer, context)
         scores = self.router.scores(h, heads, chunks, context)
         own = context.index // layer.chunk_size
         return allocation.candidates(layer, scores, own, context.part_of_attending(chunks), context)
@@ -138,8 +139,3 @@ class AAMoELayer(PagedDecoding, AAMoECosts):
                 "evaluate it with its own causal 'prefix' budgets"
             )
         return self.predictor(h, context.beta)
-
-    def beside_null(self, found: Attended) -> Float[Array, "b s H k"]:
-        """Heads, and the null slot beside them (decision 15)."""
-        null = self.config.aamoe.null_slot == "learned"
-        return beside_null(found.attention, self.null_logit[...]) if null else found.attention.output

@@ -49,37 +49,25 @@ def representation_tensor(context: Float[Array, "b L *d"], experts: Float[Array,
     return jnp.concatenate([context.reshape(-1, *experts.shape[1:]), experts.astype(context.dtype)])
 
 
-def available_chunks(
-    chunk: Int[Array, "b n"], segment: Int[Array, "b n"], chunk_segment: Int[Array, "b l"]
-) -> Bool[Array, "b n l"]:
+def available_chunks(config: AAMoEConfig, context: Context) -> Bool[Array, "b s l"]:
     """Whether chunk j may be chosen by token i: completed before the token's own chunk began, and of its document
-    (AA-07, AA-15).
-
-    Args:
-      chunk, segment: the tokens' own chunks and documents.
-      chunk_segment: the document of every chunk's last token.
+    (AA-07, AA-15). Without routed context there is none.
 
     Documents start at chunk boundaries (decision 30), so a completed chunk belongs to one document, its last token's.
     An incomplete chunk ends in padding (segment 0), which no token shares.
-    """
-    earlier = jnp.arange(chunk_segment.shape[1]) < chunk[..., None]
-    same = segment[..., None] == chunk_segment[:, None]
-    return earlier & same & (segment > 0)[..., None]
-
-
-def chunks_of_rows(config: AAMoEConfig, context: Context) -> Bool[Array, "b s l"]:
-    """Which chunks the tokens that attend together may choose: without routed context none.
 
     Raises:
       ValueError: rows are not whole chunks.
     """
     m, length = config.chunk_size, context.segment_ids.shape[1]
     if length % m:
-        raise ValueError(f"rows of {length} tokens are not whole chunks of {m}: pad h and the context (`whole_chunks`)")
+        raise ValueError(f"rows of {length} tokens are not whole chunks of {m}: pad h and the context")
     index = jnp.broadcast_to(jnp.arange(length), context.segment_ids.shape)
     index, segment = map(context.rows_to_attending, (index, context.segment_ids))
-    chunks = available_chunks(index // m, segment, context.segment_ids[:, m - 1 :: m])
-    return chunks & (config.context == "routed")
+    chunk_segment = context.segment_ids[:, m - 1 :: m]  # of every chunk's last token
+    earlier = jnp.arange(length // m) < (index // m)[..., None]
+    same = segment[..., None] == chunk_segment[:, None]
+    return earlier & same & (segment > 0)[..., None] & (config.context == "routed")
 
 
 def flat_index(resource: Int[Array, "b L K"], num_chunks: int) -> Int[Array, "b L K"]:
@@ -87,9 +75,3 @@ def flat_index(resource: Int[Array, "b L K"], num_chunks: int) -> Int[Array, "b 
     rows = resource.shape[0]
     row = jnp.arange(rows)[:, None, None]
     return jnp.where(resource < num_chunks, resource + row * num_chunks, resource + (rows - 1) * num_chunks)
-
-
-def whole_chunks(x: Array, chunk_size: int) -> Array:
-    """Rows padded with zeros at their ends to a multiple of `chunk_size`: [b, L, ...] -> [b, l m, ...]."""
-    extra = -x.shape[1] % chunk_size
-    return jnp.pad(x, ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))) if extra else x

@@ -57,7 +57,7 @@ def with_centroids(params: Params, config: ModelConfig, tokens: Int[Array, "b L"
     new = _names_with("clustered_attention", config)
     for name, block, h, _ in inputs_of_blocks(params, config, tokens):
         if name in new:
-            keys = block.mixer.parts["attention"].qkv.grouped(h)[1]
+            keys = block.mixer.parts["attention"].qkv(h)[1]
             flat = np.asarray(keys.reshape(-1, *keys.shape[2:]), np.float32)
             found.setdefault(new[name], []).append(clusters.centroids_of_keys(flat, count))
     params = renamed(params, config, "clustered_attention")

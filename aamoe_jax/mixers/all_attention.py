@@ -125,6 +125,6 @@ class AllAttention(Part):
 
     def _rotated(self, h: Float[Array, "b L d"], context: Context) -> tuple[Heads, Heads, Groups, Groups]:
         """Queries, queries and keys with their rotary embedding, values; keys and values once for a group of heads."""
-        query, key, value = self.qkv.grouped(h)
+        query, key, value = self.qkv(h)
         rotary = context.rotary(self.config).attending
         return query, apply_rotary(query, rotary), apply_rotary(key, rotary), value

@@ -15,7 +15,7 @@ from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, key_value_cache, projections, rotated, squares
 from aamoe_jax.mixers.family import Form, head_mix, head_scores, selected, softmax_selected
-from aamoe_jax.mixers.parts import Part, shown_map
+from aamoe_jax.mixers.parts import Part
 from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
@@ -32,6 +32,7 @@ class CausalAttention(Part):
     """softmax(q K^T / sqrt(k)) V over the token's own document, and W^O over all heads (AA-03, AA-04, DEC-02)."""
 
     label = "attention"
+    has_map = True
 
     def __init__(self, config: ModelConfig, selector: Selector = "all", *, rngs: nnx.Rngs):
         self.qkv = QueryKeyValue(config, rngs=rngs)
@@ -61,10 +62,10 @@ class CausalAttention(Part):
         key, value = (context.shards.gather(x, RESOURCE) for x in (key, value))
         mask = context.shards.part(self._visible(context), RESOURCE)
         heads = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
-        return self.output(merge_heads(heads)), shown_map(self, h, context)
+        return self.output(merge_heads(heads)), {}
 
     def attention_map(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b H L S"]:
-        """What every token here weighs every token by; a row of zeros has no token."""
+        """The attention weights of every token here, head by head; a row of zeros has no token."""
         query, key, _ = self._rotated(h, context)
         mask = context.shards.part(self._visible(context), RESOURCE)
         return softmax_selected(head_scores(query, context.shards.gather(key, RESOURCE)), mask[:, None])
@@ -89,6 +90,8 @@ class CausalAttention(Part):
         return self.output(merge_heads(cache.mix(weights))), cache
 
     def _visible(self, context: Context) -> Bool[Array, "b L L"]:
+        if self.selector == "all":
+            return causal_mask(context.segment_ids)
         token = jnp.arange(context.positions.shape[1])
         distance, position = token[:, None] - token, context.positions[:, None, :]
         return causal_mask(context.segment_ids) & selected(self.selector, self.config.attention, distance, position)
@@ -96,14 +99,9 @@ class CausalAttention(Part):
     def _rotated(
         self, h: Float[Array, "b L d"], context: Context
     ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
-        query, key, value = self._query_key_value(h, context)
+        query, key, value = self.qkv(h)
         rotary = context.rotary(self.config).attending
         return apply_rotary(query, rotary), apply_rotary(key, rotary), value
-
-    def _query_key_value(
-        self, h: Float[Array, "b L d"], context: Context
-    ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
-        return self.qkv.grouped(h)
 
 
 _static = functools.partial(register, heads="softmax")
@@ -127,7 +125,7 @@ class WeightedAttention(CausalAttention):
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         weights, value, about = self._weigh(h, context)
-        return self.output(merge_heads(head_mix(weights, value))), about | shown_map(self, h, context)
+        return self.output(merge_heads(head_mix(weights, value))), about
 
     def attention_map(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b H L S"]:
         return self._weigh(h, context)[0]

@@ -94,7 +94,7 @@ class ClusteredAttention(WeightedAttention):
     ) -> tuple[Float[Array, "b H L S"], Float[Array, "b S G k"], Int[Array, "b H L S"], Bool[Array, "b H L S"]]:
         """Scores of all keys, values, ranks of the keys' clusters (0 for the token itself), and which keys are seen."""
         shards = context.shards
-        query, key, value = self.qkv.grouped(h)
+        query, key, value = self.qkv(h)
         rotary = context.rotary(self.config).attending
         cluster = shards.gather(self.clusters(key), RESOURCE)
         rotated, value = (shards.gather(x, RESOURCE) for x in (apply_rotary(key, rotary), value))
@@ -111,7 +111,7 @@ class ClusteredAttention(WeightedAttention):
 
     def fill(self, h: Float[Array, "b L d"], context: Context, cache: ClusteredCache) -> ClusteredCache:
         """The cache after a prompt."""
-        _, key, value = self.qkv.grouped(h)
+        _, key, value = self.qkv(h)
         rotary, length = context.rotary(self.config).heads, h.shape[1]
         cluster = self.clusters(key).swapaxes(1, 2).reshape(-1, length)
         return ClusteredCache(
@@ -122,7 +122,7 @@ class ClusteredAttention(WeightedAttention):
         self, h: Float[Array, "b 1 d"], context: Context, cache: ClusteredCache
     ) -> tuple[Float[Array, "b 1 d"], ClusteredCache]:
         """One more token in every row."""
-        query, key, value = self.qkv.grouped(h)
+        query, key, value = self.qkv(h)
         rotary, positions = context.rotary(self.config).heads, context.positions
         row, place = jnp.arange(cache.cluster.shape[0]), jnp.repeat(positions[:, 0], self.config.kv_heads)
         cache = ClusteredCache(

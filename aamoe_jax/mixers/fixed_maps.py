@@ -136,7 +136,7 @@ class FixedMapAttention(WeightedAttention):
     def scores(self, context: Context) -> Float[Array, "H s L"]:
         """q . k / sqrt(k) of the places here with all places."""
         stream = context.shards.gather(context.fixed.x[self.stream], TENSOR)
-        query, key, _ = self.qkv.grouped(stream)
+        query, key, _ = self.qkv(stream)
         rotary = context.fixed.context_of(self.stream, context).rotary(self.config).attending
         key = context.shards.gather(apply_rotary(key, rotary), RESOURCE)
         return head_scores(apply_rotary(query, rotary), key)[0]
@@ -184,10 +184,10 @@ class StaticAttention(CausalAttention):
         """Attention whose queries and keys are made of embeddings, which are saved beside the input."""
         return CausalAttention.costs(at) + at.per_token(0, at.size * at.width)
 
-    def _query_key_value(
+    def _rotated(
         self, h: Float[Array, "b s d"], context: Context
     ) -> tuple[Float[Array, "b s H k"], Float[Array, "b s G k"], Float[Array, "b s G k"]]:
-        query, key, _ = self.qkv.grouped(context.embedded)
+        query, key, _ = super()._rotated(context.embedded, context)
         return query, key, split_heads(self.qkv.value(h), self.config.head_dim)
 
 

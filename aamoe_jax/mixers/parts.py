@@ -22,9 +22,11 @@ class Part(Mixer):
 
     label: ClassVar[str]
     """Its name among the parameters of a layer."""
+    has_map: ClassVar[bool] = False
+    """Whether it has weights of every token on every token (DEC-17): see `attention_map`."""
 
     def attention_map(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b H L S"]:
-        """What every token here weighs every token by, head by head (DEC-17)."""
+        """The attention weights of every token here, head by head."""
         raise NotImplementedError
 
     def empty_cache(self, rows: int, length: int) -> Cache:
@@ -40,11 +42,6 @@ class Part(Mixer):
         return self(h, context)[0], cache
 
 
-def shown_map(part: Part, h: Float[Array, "b L d"], context: Context) -> Statistics:
-    """The attention map of a part, where the context asks for maps."""
-    return {"attention_map": part.attention_map(h, context)} if context.detail == "maps" else {}
-
-
 class SideBySide(Mixer):
     """The mixer that is the sum of its parts."""
 
@@ -53,9 +50,13 @@ class SideBySide(Mixer):
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         h = context.shards.gather(h, TENSOR)
-        outputs, statistics = zip(*(part(h, context) for part in self.parts.values()), strict=True)
-        together: Statistics = {name: value for found in statistics for name, value in found.items()}
-        return context.shards.scatter_sum(sum(outputs), TENSOR), together
+        total, statistics = 0.0, {}
+        for part in self.parts.values():
+            output, found = part(h, context)
+            total, statistics = total + output, statistics | found
+            if part.has_map and context.detail == "maps":
+                statistics["attention_map"] = part.attention_map(h, context)
+        return context.shards.scatter_sum(total, TENSOR), statistics
 
     def empty_cache(self, rows: int, length: int) -> dict[str, Any]:
         """The caches of all parts."""

@@ -18,7 +18,6 @@ from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, projections
 from aamoe_jax.mixers.family import Form, head_scores, largest_logit, softmax_selected
-from aamoe_jax.mixers.parts import shown_map
 from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
@@ -197,7 +196,7 @@ class NonApproximateAttention(CausalAttention):
         heads = context.shards.part(found.mean, RESOURCE).astype(h.dtype)
         real = context.shards.part(context.segment_ids, RESOURCE)[..., None] > 0
         about = {"logit_absmax": largest_logit(self._logits(h)[0], real)}
-        return self.output(merge_heads(heads)), about | shown_map(self, h, context)
+        return self.output(merge_heads(heads)), about
 
     def attention_map(self, h: Float[Array, "b s d"], context: Context) -> Float[Array, "b H s L"]:
         """The same row of exponentials for every token, over its own sum."""
@@ -228,5 +227,6 @@ class NonApproximateAttention(CausalAttention):
     def _logits(self, h: Float[Array, "b s d"]) -> tuple[Float[Array, "b s H"], Float[Array, "b s H k"]]:
         """s_j in float32, and v_j."""
         query, key, value = self.qkv(h)
+        key, value = (jnp.repeat(x, self.qkv.group, axis=-2) for x in (key, value))
         products = jax.nn.silu(query).astype(jnp.float32) * key.astype(jnp.float32)
         return products.sum(-1) * query.shape[-1] ** -0.5, value

@@ -25,11 +25,12 @@ from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.mixers.statistics import combine, over_all_devices
 from aamoe_jax.model import merge
-from aamoe_jax.shards import TOKENS, Shards, sum_over_all, vary
+from aamoe_jax.shards import AXES, TOKENS, Shards, sum_over_all
 from aamoe_jax.training.auxiliary import Weights, adapted, auxiliary_loss, loss_weights
 from aamoe_jax.training.nonfinite import keep_finite, updates_made
 from aamoe_jax.training.optimizer import gradient_norm, learning_rate
 from aamoe_jax.training.state import Placement, TrainState
+from pallas_kernels.varying import varying
 
 Batch = dict[str, Int[Array, "b L"]]
 Metrics = dict[str, Any]
@@ -126,7 +127,7 @@ def gradients_and_metrics(
     tokens = sum_over_all((shards.part(batch["segment_ids"], TOKENS) > 0).sum())
 
     # Gradients are summed within a `fsdp` group where its parameters are gathered; over all other devices once, here.
-    params, sum_gradients = jax.vjp(vary, params)
+    params, sum_gradients = jax.vjp(lambda params: varying(params, AXES), params)
 
     def loss_fn(params: dict[str, Any], rows: Batch) -> tuple[Float[Array, ""], Metrics]:
         nll, statistics = negative_log_likelihood(graphdef, params, rows, shards)

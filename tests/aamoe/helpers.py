@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from aamoe_jax.aamoe.layer import AAMoELayer
-from aamoe_jax.aamoe.resources import whole_chunks
 from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig
 from aamoe_jax.mixers.base import Context
 
@@ -43,9 +42,10 @@ def padded(layer: nnx.Module, h: jax.Array, context: Context) -> tuple[jax.Array
     """layer(h, context) of rows of any length: an AA-MoE layer gets whole chunks, as in the model."""
     if not isinstance(layer, AAMoELayer):
         return layer(h, context)
+    extra = ((0, 0), (0, -h.shape[1] % M))
     rows = {"segment_ids": context.segment_ids, "positions": context.positions}
-    context = dataclasses.replace(context, **{name: whole_chunks(x, M) for name, x in rows.items()})
-    output, about = layer(whole_chunks(h, M), context)
+    context = dataclasses.replace(context, **{name: jnp.pad(x, extra) for name, x in rows.items()})
+    output, about = layer(jnp.pad(h, (*extra, (0, 0))), context)
     return output[:, : h.shape[1]], {name: x[:, : h.shape[1]] if jnp.ndim(x) > 1 else x for name, x in about.items()}
 
 

@@ -8,6 +8,8 @@ import pytest
 from aamoe_jax.aamoe.allocation import Candidates, OneBudget, log_affordability, log_partition, rank
 from aamoe_jax.aamoe.budget import UNBOUNDED, Budget
 from aamoe_jax.aamoe.resources import available_chunks
+from aamoe_jax.config import AAMoEConfig
+from aamoe_jax.mixers.base import Context
 
 
 def candidates_of(scores, available) -> Candidates:
@@ -34,8 +36,8 @@ def test_affordability_is_finite_far_below_the_price():
 
 
 def available_of_row(segments, chunk_size):
-    chunk = jnp.arange(segments.shape[1])[None] // chunk_size
-    return np.asarray(available_chunks(chunk, segments, segments[:, chunk_size - 1 :: chunk_size]))[0]
+    context = Context(segments, jnp.zeros_like(segments), "prefix", 1.0)
+    return np.asarray(available_chunks(AAMoEConfig(chunk_size=chunk_size), context))[0]
 
 
 @pytest.mark.parametrize(("length", "chunk_size"), [(24, 8), (16, 16), (40, 4)])

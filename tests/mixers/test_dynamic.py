@@ -95,7 +95,7 @@ def test_the_map_is_what_values_are_weighed_by(part_type):
     part = part_type(config, rngs=nnx.Rngs(0))
     h, context = inputs(2, LENGTH), context_of(config, 2, LENGTH, segment_ids=SEGMENTS)
     output, about = apply(part, h, dataclasses.replace(context, detail="maps"))
-    attention, value = about["attention_map"], part.qkv.grouped(h)[2]
+    attention, value = about["attention_map"], part.qkv(h)[2]
     mixed = jnp.einsum("bhij,bjhk->bihk", attention, value).reshape(h.shape)
     np.testing.assert_allclose(mixed @ part.output.kernel[...], output, atol=1e-5)
     assert attention.shape == (2, 4, LENGTH, LENGTH)
@@ -135,7 +135,7 @@ class TestPM10:
         config = config_of(filter="message_norm", filter_threshold=1.0)
         part = FilteredAttention(config, rngs=nnx.Rngs(0))
         h = inputs(64, LENGTH)
-        value = part.qkv.grouped(h)[2]
+        value = part.qkv(h)[2]
         norms = part._message_norm(value)
         assert jnp.sqrt(jnp.square(norms).mean()) == pytest.approx(1, rel=0.02)
         part.output.kernel[...] = 7 * part.output.kernel[...]
@@ -201,7 +201,7 @@ class TestPM10:
         for _ in range(100):
             params, loss = descend(params)
         gate = nnx.merge(graphdef, params)
-        kept = jnp.isfinite(gate.log_gate(h, gate.qkv.grouped(h)[2])).mean(-1)
+        kept = jnp.isfinite(gate.log_gate(h, gate.qkv(h)[2])).mean(-1)
         assert float(loss) < 1e-6
         assert float(kept[noisy].max()) == 0
         assert float(kept[~noisy].min()) == 1
@@ -236,7 +236,7 @@ class TestPM11:
         context = context_of(config, 2, 64, segment_ids=segments)
         recall = jax.jit(lambda centroids: clusters.attention_recall(with_centroids(part, centroids), h, context))
         random = recall(part.centroids[...])
-        keys = np.asarray(part.qkv.grouped(h)[1])[np.asarray(segments) > 0]
+        keys = np.asarray(part.qkv(h)[1])[np.asarray(segments) > 0]
         found = recall(jnp.asarray(clusters.centroids_of_keys(keys, 6)))
         for masses in (random, found):
             assert (jnp.diff(masses) >= -1e-6).all()
