@@ -5,14 +5,12 @@ from aamoe_jax.aamoe.layer import AAMoELayer
 from aamoe_jax.check import check_mixer
 from aamoe_jax.config import (
     AAMoEConfig,
-    AttentionConfig,
     BudgetConfig,
     ConfigError,
     DataConfig,
     ExperimentConfig,
     MeshConfig,
     ModelConfig,
-    MoEConfig,
     OptimizerConfig,
     TrainingConfig,
 )
@@ -23,8 +21,14 @@ from aamoe_jax.generation.decoder import Decoder
 from aamoe_jax.generation.generate import generate
 from aamoe_jax.generation.sampling import Sampling
 from aamoe_jax.generation.stream import stream
+from aamoe_jax.mixers.attention import SparseAttentionConfig
 from aamoe_jax.mixers.base import Context, Mixer
+from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
 from aamoe_jax.mixers.costs import Costs, Setting
+from aamoe_jax.mixers.depth import MixtureOfDepthsConfig
+from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
+from aamoe_jax.mixers.experts import MoEConfig
+from aamoe_jax.mixers.fixed_maps import FixedQKConfig
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.model import LanguageModel, merge, split, structure
 from aamoe_jax.registry import register
@@ -37,9 +41,9 @@ __all__ = [
     "AAMoEConfig",
     "AAMoELayer",
     "Allocation",
-    "AttentionConfig",
     "BudgetConfig",
     "Checkpoint",
+    "ClusteredAttentionConfig",
     "ConfigError",
     "Context",
     "Costs",
@@ -47,14 +51,18 @@ __all__ = [
     "Decoder",
     "Evaluation",
     "ExperimentConfig",
+    "FilteredAttentionConfig",
+    "FixedQKConfig",
     "LanguageModel",
     "MeshConfig",
     "Mixer",
+    "MixtureOfDepthsConfig",
     "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
     "Sampling",
     "Setting",
+    "SparseAttentionConfig",
     "TrainingConfig",
     "__version__",
     "check_mixer",

@@ -10,7 +10,8 @@ import dataclasses
 import functools
 import math
 import typing
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 from aamoe_jax import patterns
 from aamoe_jax.registry import MIXERS, own_configs, unknown_mixer
@@ -19,7 +20,6 @@ BudgetNormalizer = Literal["row", "prefix"]
 Importance = Literal["learned", "bounded", "uniform"]
 Local = Literal["window", "chunk", "routed", "none"]
 Router = Literal["learned", "learned_nope", "pooled"]
-Selector = Literal["all", "window", "strided", "sinks"]
 Remat = Literal["none", "dots", "full"]
 Kernel = Literal[
     "reference", "xla", "pallas_tpu", "pallas_tpu_resident", "pallas_tpu_gathered", "pallas_tpu_dense", "pallas_gpu"
@@ -28,25 +28,47 @@ Kernel = Literal[
 
 Own = TypeVar("Own")
 
+RENAMED: Mapping[str, str] = {
+    "AttentionConfig.window": "SparseAttentionConfig.window",
+    "AttentionConfig.stride": "SparseAttentionConfig.stride",
+    "AttentionConfig.sinks": "SparseAttentionConfig.sinks",
+    "AttentionConfig.filter": "FilteredAttentionConfig.filter",
+    "AttentionConfig.filter_threshold": "FilteredAttentionConfig.threshold",
+    "AttentionConfig.filter_room": "FilteredAttentionConfig.capacity",
+    "AttentionConfig.clusters": "ClusteredAttentionConfig.clusters",
+    "AttentionConfig.clusters_kept": "ClusteredAttentionConfig.clusters_kept",
+    "ModelConfig.depth_capacity": "MixtureOfDepthsConfig.capacity",
+    "ModelConfig.fixed_tokens": "FixedQKConfig.tokens",
+}
+"""Fields that moved to the configs of the mixers that read them, by the names they had. Gin files may use those for one
+release, checkpoints always."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot work. The message names the field, its value and what is wanted."""
 
 
-def _refuse(owner: Any, field: str, wanted: str) -> None:
+def refuse(owner: Any, field: str, wanted: str) -> NoReturn:
+    """Complains about a field of a config.
+
+    Raises:
+      ConfigError: always.
+    """
     raise ConfigError(f"{type(owner).__name__}.{field} = {getattr(owner, field)!r}: {wanted}")
 
 
-def _require_positive(owner: Any, *fields: str) -> None:
+def require_positive(owner: Any, *fields: str) -> None:
+    """Refuses fields that are not above 0 and finite."""
     for field in fields:
         value = getattr(owner, field)
         if not (value > 0 and math.isfinite(value)):
-            _refuse(owner, field, "must be a positive number")
+            refuse(owner, field, "must be a positive number")
 
 
-def _require_choice(owner: Any, field: str, choices: tuple[str, ...]) -> None:
+def require_choice(owner: Any, field: str, choices: tuple[str, ...]) -> None:
+    """Refuses a field that is none of the choices."""
     if getattr(owner, field) not in choices:
-        _refuse(owner, field, f"must be one of {', '.join(map(repr, choices))}")
+        refuse(owner, field, f"must be one of {', '.join(map(repr, choices))}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,17 +94,17 @@ class BudgetConfig:
     def __post_init__(self) -> None:
         betas = self.beta if isinstance(self.beta, tuple) else (self.beta,)
         if not betas or not all(beta > 0 and math.isfinite(beta) for beta in betas):
-            _refuse(self, "beta", "must be a positive number, or one per layer")
-        _require_choice(self, "normalizer", get_args(BudgetNormalizer))
-        _require_choice(self, "importance", get_args(Importance))
+            refuse(self, "beta", "must be a positive number, or one per layer")
+        require_choice(self, "normalizer", get_args(BudgetNormalizer))
+        require_choice(self, "importance", get_args(Importance))
         if self.expert_share is not None and not 0 <= self.expert_share <= 1:
-            _refuse(self, "expert_share", "must be in [0, 1], or None for one budget")
+            refuse(self, "expert_share", "must be in [0, 1], or None for one budget")
         if not (self.expert_price >= 1 and math.isfinite(self.expert_price)):
-            _refuse(self, "expert_price", "must be a number of at least 1")
+            refuse(self, "expert_price", "must be a number of at least 1")
         if self.expert_share is not None and self.expert_price != 1:
-            _refuse(self, "expert_price", "must be 1 where experts have a share of their own (expert_share)")
+            refuse(self, "expert_price", "must be 1 where experts have a share of their own (expert_share)")
         if self.slack < 0:
-            _refuse(self, "slack", "must be at least 0")
+            refuse(self, "slack", "must be at least 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,105 +144,36 @@ class AAMoEConfig:
     budget: BudgetConfig = dataclasses.field(default_factory=BudgetConfig)
 
     def __post_init__(self) -> None:
-        _require_positive(self, "chunk_size")
+        require_positive(self, "chunk_size")
         if self.num_experts < 0:
-            _refuse(self, "num_experts", "must be at least 0")
-        _require_choice(self, "context", ("routed", "none"))
-        _require_choice(self, "local", get_args(Local))
-        _require_choice(self, "router", get_args(Router))
+            refuse(self, "num_experts", "must be at least 0")
+        require_choice(self, "context", ("routed", "none"))
+        require_choice(self, "local", get_args(Local))
+        require_choice(self, "router", get_args(Router))
         if self.router == "pooled":
             if self.pooled_keys < 1 or self.chunk_size % self.pooled_keys:
-                _refuse(self, "pooled_keys", f"must divide chunk_size = {self.chunk_size}")
+                refuse(self, "pooled_keys", f"must divide chunk_size = {self.chunk_size}")
             if self.local == "routed":
-                _refuse(self, "local", "the own chunk has no pooled keys before it ends; take router = 'learned'")
-        _require_choice(self, "bias", ("log_prob", "none"))
-        _require_choice(self, "signal", ("joint", "context_stopped", "experts_stopped", "separate"))
-        _require_choice(self, "null_slot", ("none", "learned"))
+                refuse(self, "local", "the own chunk has no pooled keys before it ends; take router = 'learned'")
+        require_choice(self, "bias", ("log_prob", "none"))
+        require_choice(self, "signal", ("joint", "context_stopped", "experts_stopped", "separate"))
+        require_choice(self, "null_slot", ("none", "learned"))
         if self.max_resources is not None and self.max_resources < 1:
-            _refuse(self, "max_resources", "must be at least 1, or None for all")
+            refuse(self, "max_resources", "must be at least 1, or None for all")
         if self.budget.expert_share is not None and (self.context == "none" or self.num_experts == 0):
             raise ConfigError(
                 f"BudgetConfig.expert_share = {self.budget.expert_share}: there is only one kind of resource "
                 "(AAMoEConfig.context, AAMoEConfig.num_experts); take None"
             )
         if self.context == "none" and self.num_experts == 0 and self.local in ("none", "routed"):
-            _refuse(self, "num_experts", "a layer without context and local resources needs at least one expert")
+            refuse(self, "num_experts", "a layer without context and local resources needs at least one expert")
         if self.context == "none" and self.local == "routed":
-            _refuse(self, "local", "the own chunk cannot be routed when context is 'none'")
+            refuse(self, "local", "the own chunk cannot be routed when context is 'none'")
 
     @property
     def pool_size(self) -> int:
         """Keys of a group whose mean is one pooled key."""
         return self.chunk_size // self.pooled_keys
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionConfig:
-    """Attention over a selection of earlier tokens: static (UNI-08), filtered (PM-10), clustered (PM-11)."""
-
-    window: int = 128
-    """Of `local_attention` and `sink_attention`: tokens seen, the token itself included."""
-    stride: int = 32
-    """Of `strided_attention`: the last so many tokens are seen, and every so-many-th before them."""
-    sinks: int = 4
-    """Of `sink_attention`: first tokens of the document that everyone sees."""
-    filter: Literal["none", "message_norm", "learned"] = "learned"
-    """Of `filtered_attention`: which tokens add a key and value to a head. All; those whose message, value times W^O,
-    is long enough; those of which a learned logit is certain enough."""
-    filter_threshold: float = 0.5
-    """The least certainty (`learned`), or length as a multiple of a random input's (`message_norm`). 0 keeps all."""
-    filter_room: float = 1.0
-    """Keys that a head of `filtered_attention` has room for while decoding, as a fraction of all. What finds none is
-    counted, and the row has no further output."""
-    clusters: int = 16
-    """Of `clustered_attention`: clusters of keys in every head."""
-    clusters_kept: int = 4
-    """Of `clustered_attention`: clusters that a query attends to, beside the token itself."""
-
-    def __post_init__(self) -> None:
-        _require_positive(self, "window", "stride", "sinks", "clusters", "clusters_kept")
-        _require_choice(self, "filter", ("none", "message_norm", "learned"))
-        if not (self.filter_threshold >= 0 and math.isfinite(self.filter_threshold)):
-            _refuse(self, "filter_threshold", "must be a number of at least 0")
-        if not 0 < self.filter_room <= 1:
-            _refuse(self, "filter_room", "must be in (0, 1]")
-        if self.clusters_kept > self.clusters:
-            _refuse(self, "clusters_kept", f"must be at most clusters = {self.clusters}")
-
-
-@dataclasses.dataclass(frozen=True)
-class MoEConfig:
-    """Mixtures of experts in place of a feed-forward: `moe`, `switch` and `relu_moe` (UNI-03, UNI-04, UNI-11)."""
-
-    num_experts: int = 8
-    top_k: int = 2
-    """Experts of a token in `moe`; in `relu_moe` how many its sparsity loss aims at, on average. `switch` has one."""
-    expert_width: int | None = None
-    """Hidden width of an expert. None: d_ff / top_k, so that top_k experts cost what the feed-forward does."""
-    coefficients: Literal["softmax_selected", "softmax_then_topk"] = "softmax_selected"
-    """Of `moe`: a softmax over the chosen experts, or over all of them, of which the chosen keep their share."""
-    router: Literal["linear", "attention"] = "linear"
-    """Scores of the experts: x W, or attention among the experts of one token (UNI-09)."""
-    router_input: Literal["token", "causal_conv"] = "token"
-    """What the router sees: the token, or a short causal convolution over it and the tokens before (UNI-10)."""
-    capacity_factor: float = 1.25
-    """Of `switch`: an expert takes so many times its even share of a group of tokens; the others pass the layer by."""
-    capacity_tokens: int = 256
-    """Of `switch`: tokens of a document that make a group. Shares are taken in their order."""
-    balance_weight: float = 0.01
-    """Weight of the balancing loss of `moe` and `switch`."""
-
-    def __post_init__(self) -> None:
-        _require_positive(self, "num_experts", "top_k", "capacity_factor", "capacity_tokens")
-        if self.top_k > self.num_experts:
-            _refuse(self, "top_k", f"must be at most num_experts = {self.num_experts}")
-        if self.expert_width is not None and self.expert_width < 1:
-            _refuse(self, "expert_width", "must be at least 1, or None for d_ff / top_k")
-        _require_choice(self, "coefficients", ("softmax_selected", "softmax_then_topk"))
-        _require_choice(self, "router", ("linear", "attention"))
-        _require_choice(self, "router_input", ("token", "causal_conv"))
-        if self.balance_weight < 0:
-            _refuse(self, "balance_weight", "must be at least 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,14 +192,9 @@ class ModelConfig:
     d_ff: int | None = None
     """Hidden width of feed-forwards and of All-Attention's memory. None: 4 * d_model; of a SwiGLU, with its third
     matrix, 8/3 d_model."""
-    depth_capacity: float = 0.125
-    """Of `mixture_of_depths`: the share of a row's tokens that goes through the layer, where BudgetConfig.normalizer is
-    `row`. With `prefix` its predictor chooses while it trains, too, and nothing bounds the share."""
     norm: Literal["rms", "layer"] = "rms"
     qk_norm: Literal["none", "rms"] = "rms"
     rope_base: float = 10_000.0
-    fixed_tokens: str | None = None
-    """Of `fixed_qk`: a .npy of token ids, the text whose attention all texts get. None: a short built-in one."""
     embedding: Literal["tied", "untied"] = "untied"
     """`tied`: one table for both ends. It saves parameters, and starts by predicting every token to repeat."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -258,34 +206,28 @@ class ModelConfig:
     """Implementation of the block-sparse attention; `pallas_tpu` is the fastest of the three that are named after it,
     by shape. None: the best for the device."""
     aamoe: AAMoEConfig = dataclasses.field(default_factory=AAMoEConfig)
-    attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
-    moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
     own: tuple[Any, ...] = ()
-    """The configs of mixers that were registered with one, for those in the pattern, by the name of their class. Those
-    that are not given are at their defaults."""
+    """The configs of mixers that were registered with one, ordered by the name of their class: those of the pattern,
+    and others that are not at their defaults. Of several of one class the last counts."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "vocab_size", "d_model", "num_heads", "num_layers", "rope_base")
+        require_positive(self, "vocab_size", "d_model", "num_heads", "num_layers", "rope_base")
         if self.d_model % self.num_heads:
-            _refuse(self, "d_model", f"must be divisible by num_heads = {self.num_heads}")
+            refuse(self, "d_model", f"must be divisible by num_heads = {self.num_heads}")
         if self.head_dim % 2:
-            _refuse(
-                self, "d_model", f"d_model / num_heads = {self.head_dim} must be even (rotary positions turn pairs)"
-            )
+            refuse(self, "d_model", f"d_model / num_heads = {self.head_dim} must be even (rotary positions turn pairs)")
         self._expand_pattern()
         if self.kv_heads < 1 or self.num_heads % self.kv_heads:
-            _refuse(self, "num_kv_heads", f"must divide num_heads = {self.num_heads}, or be None for as many")
+            refuse(self, "num_kv_heads", f"must divide num_heads = {self.num_heads}, or be None for as many")
         if self.d_ff is not None and self.d_ff < 1:
-            _refuse(self, "d_ff", "must be at least 1, or None for 4 * d_model")
-        if not 0 < self.depth_capacity <= 1:
-            _refuse(self, "depth_capacity", "must be in (0, 1]")
-        _require_choice(self, "norm", ("rms", "layer"))
-        _require_choice(self, "qk_norm", ("none", "rms"))
-        _require_choice(self, "embedding", ("tied", "untied"))
-        _require_choice(self, "dtype", ("float32", "bfloat16"))
-        _require_choice(self, "remat", get_args(Remat))
+            refuse(self, "d_ff", "must be at least 1, or None for 4 * d_model")
+        require_choice(self, "norm", ("rms", "layer"))
+        require_choice(self, "qk_norm", ("none", "rms"))
+        require_choice(self, "embedding", ("tied", "untied"))
+        require_choice(self, "dtype", ("float32", "bfloat16"))
+        require_choice(self, "remat", get_args(Remat))
         if self.kernel is not None:
-            _require_choice(self, "kernel", get_args(Kernel))
+            require_choice(self, "kernel", get_args(Kernel))
         beta = self.aamoe.budget.beta
         if isinstance(beta, tuple) and len(beta) != self.num_layers:
             raise ConfigError(f"BudgetConfig.beta = {beta!r}: {len(beta)} values for num_layers = {self.num_layers}")
@@ -294,23 +236,24 @@ class ModelConfig:
         try:
             pattern = patterns.expand(self.pattern, self.num_layers)
         except ValueError as error:
-            _refuse(self, "pattern", str(error))
+            refuse(self, "pattern", str(error))
         for layer in pattern:
             names = patterns.mixers_of(layer)
             for name in names:
                 if name not in MIXERS:
-                    _refuse(self, "pattern", unknown_mixer(name))
+                    refuse(self, "pattern", unknown_mixer(name))
                 if names.count(name) > 1:
-                    _refuse(self, "pattern", f"layer {layer!r} has {name!r} twice")
+                    refuse(self, "pattern", f"layer {layer!r} has {name!r} twice")
         object.__setattr__(self, "pattern", pattern)
         given = {type(config): config for config in self.own}
         wanted = {MIXERS[name].config for _, name in self.mixers} - {None}
+        wanted |= {cls for cls, config in given.items() if config != cls()}
         own = [given.get(cls) or cls() for cls in sorted(wanted, key=lambda cls: cls.__name__)]
         object.__setattr__(self, "own", tuple(own))
 
     def of(self, cls: type[Own]) -> Own:
-        """The config of this class, which a mixer of the pattern was registered with."""
-        return next(config for config in self.own if type(config) is cls)
+        """The config of this class, which a mixer was registered with."""
+        return next((config for config in self.own if type(config) is cls), cls())
 
     @functools.cached_property
     def head_dim(self) -> int:
@@ -345,12 +288,6 @@ class ModelConfig:
         feed-forward's two; rounded up to a multiple of num_heads, so that a mesh divides both alike."""
         return self.d_ff if self.d_ff is not None else -(-8 * self.d_model // (3 * self.num_heads)) * self.num_heads
 
-    @property
-    def expert_width(self) -> int:
-        """Hidden width of an expert of a mixture."""
-        width = self.moe.expert_width
-        return width if width is not None else max(self.ff_width // self.moe.top_k, 1)
-
     @functools.cached_property
     def betas(self) -> tuple[float, ...]:
         """Budget per token of each layer."""
@@ -375,12 +312,12 @@ class DataConfig:
     """Documents start at multiples of this many tokens (decision 30): a multiple of the model's chunk size."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "seq_len", "document_align")
+        require_positive(self, "seq_len", "document_align")
         if not self.mixture:
-            _refuse(self, "mixture", "must name at least one dataset, such as (('code', 1.0),)")
+            refuse(self, "mixture", "must name at least one dataset, such as (('code', 1.0),)")
         for entry in self.mixture:
             if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) and entry[1] > 0):
-                _refuse(self, "mixture", "every entry is (name, weight) with a positive weight")
+                refuse(self, "mixture", "every entry is (name, weight) with a positive weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -402,18 +339,18 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        _require_positive(self, "learning_rate", "clip_norm")
-        _require_choice(self, "schedule", ("cosine", "wsd"))
+        require_positive(self, "learning_rate", "clip_norm")
+        require_choice(self, "schedule", ("cosine", "wsd"))
         if self.warmup_steps < 0:
-            _refuse(self, "warmup_steps", "must be at least 0")
+            refuse(self, "warmup_steps", "must be at least 0")
         for field in ("beta1", "beta2"):
             if not 0 <= getattr(self, field) < 1:
-                _refuse(self, field, "must be in [0, 1)")
+                refuse(self, field, "must be in [0, 1)")
         for field in ("decay_fraction", "final_fraction"):
             if not 0 <= getattr(self, field) <= 1:
-                _refuse(self, field, "must be in [0, 1]")
+                refuse(self, field, "must be in [0, 1]")
         if self.weight_decay < 0:
-            _refuse(self, "weight_decay", "must be at least 0")
+            refuse(self, "weight_decay", "must be at least 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -438,15 +375,15 @@ class TrainingConfig:
     """A step whose loss or gradient is not finite ends the run (`stop`), or leaves the state as it was (`skip`)."""
 
     def __post_init__(self) -> None:
-        _require_positive(
+        require_positive(
             self, "steps", "batch_size", "accumulate", "log_every", "eval_batches", "checkpoint_every", "keep_last"
         )
         if self.batch_size % self.accumulate:
-            _refuse(self, "accumulate", f"must divide batch_size = {self.batch_size}")
+            refuse(self, "accumulate", f"must divide batch_size = {self.batch_size}")
         if self.eval_every < 0:
-            _refuse(self, "eval_every", "must be at least 0")
-        _require_choice(self, "tensorboard", ("off", "on"))
-        _require_choice(self, "nonfinite", ("stop", "skip"))
+            refuse(self, "eval_every", "must be at least 0")
+        require_choice(self, "tensorboard", ("off", "on"))
+        require_choice(self, "nonfinite", ("stop", "skip"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -473,16 +410,16 @@ class MeshConfig:
         sizes = (self.data, self.fsdp, self.resource, self.tensor)
         for field, size in zip(("data", "fsdp", "resource", "tensor"), sizes, strict=True):
             if size < 1 and size != -1:
-                _refuse(self, field, "must be at least 1, or -1 for all devices that the other axes leave over")
+                refuse(self, field, "must be at least 1, or -1 for all devices that the other axes leave over")
             if size == -1 and sizes.count(-1) > 1:
-                _refuse(self, field, "only one axis can take what the others leave over")
+                refuse(self, field, "only one axis can take what the others leave over")
         if self.pair_bound is not None and self.pair_bound < 1:
-            _refuse(self, "pair_bound", "must be at least 1 (the even share), or None for no bound")
+            refuse(self, "pair_bound", "must be at least 1 (the even share), or None for no bound")
 
 
 @dataclasses.dataclass(frozen=True)
 class ExperimentConfig:
-    """One run: the rooms together, and what must fit between them."""
+    """One run: all parts together, and what must fit between them."""
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -495,11 +432,9 @@ class ExperimentConfig:
             return
         chunk_size = self.model.aamoe.chunk_size
         if self.data.seq_len < chunk_size:
-            _refuse(
-                self.data, "seq_len", f"a row must hold at least one chunk of AAMoEConfig.chunk_size = {chunk_size}"
-            )
+            refuse(self.data, "seq_len", f"a row must hold at least one chunk of AAMoEConfig.chunk_size = {chunk_size}")
         if self.data.document_align % chunk_size:
-            _refuse(
+            refuse(
                 self.data,
                 "document_align",
                 f"must be a multiple of AAMoEConfig.chunk_size = {chunk_size}: documents start at chunk boundaries",
@@ -527,6 +462,8 @@ def from_dict(cls: type, values: dict[str, Any]) -> Any:
       ConfigError: for a field that `cls` does not have, or a value that it refuses.
     """
     hints = typing.get_type_hints(cls)
+    if cls is ModelConfig:
+        values = _with_fields_of_mixers(values)
     unknown = sorted(set(values) - set(hints))
     if unknown:
         raise ConfigError(f"{cls.__name__} has no field {', '.join(unknown)}")
@@ -542,6 +479,18 @@ def from_dict(cls: type, values: dict[str, Any]) -> Any:
     if found:
         arguments["own"] = tuple(from_dict(own[name], fields) for name, fields in found.items())
     return cls(**arguments)
+
+
+def _with_fields_of_mixers(values: dict[str, Any]) -> dict[str, Any]:
+    """A model's dict with the fields that have moved (RENAMED) where they are now."""
+    values = dict(values)
+    fields = {f"AttentionConfig.{name}": value for name, value in values.pop("attention", {}).items()}
+    fields |= {f"ModelConfig.{name}": values.pop(name) for name in ("depth_capacity", "fixed_tokens") if name in values}
+    own = {"MoEConfig": values.pop("moe")} if "moe" in values else {}
+    for name, value in fields.items():
+        owner, _, field = RENAMED.get(name, name).partition(".")
+        own.setdefault(owner, {})[field] = value
+    return values | {"own": own | values.get("own", {})} if own else values
 
 
 def _tuples(value: Any) -> Any:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from absl import logging
 from gin import config_parser
 
-from aamoe_jax.config import ConfigError, ExperimentConfig
+from aamoe_jax.config import RENAMED, ConfigError, ExperimentConfig
 from aamoe_jax.extensions import import_mixers, imported
 from aamoe_jax.registry import own_configs
 
@@ -34,7 +35,7 @@ OWN = "own"
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A field that gin can bind: every field but those that are rooms themselves."""
+    """A field that gin can bind: every field but those that are configs themselves."""
 
     owner: type
     name: str
@@ -47,24 +48,24 @@ class Field:
         return f"{self.owner.__name__}.{self.name}"
 
 
-def rooms() -> list[type]:
+def config_classes() -> list[type]:
     """ExperimentConfig and the config dataclasses inside it, outermost first; then those of imported mixers."""
     return [*_inside(ExperimentConfig), *own_configs().values()]
 
 
 def _inside(cls: type) -> list[type]:
     inner = [hint for hint in typing.get_type_hints(cls).values() if dataclasses.is_dataclass(hint)]
-    return [cls, *(room for hint in inner for room in _inside(hint))]
+    return [cls, *(owner for hint in inner for owner in _inside(hint))]
 
 
 def bindable_fields() -> dict[str, Field]:
-    """Every field of every room by its full name, in the order of the schema."""
+    """Every field of every config by its full name, in the order of the schema."""
     found = []
-    for room in rooms():
-        hints = typing.get_type_hints(room)
+    for owner in config_classes():
+        hints = typing.get_type_hints(owner)
         found += [
-            Field(room, field.name, hints[field.name], field.default)
-            for field in dataclasses.fields(room)
+            Field(owner, field.name, hints[field.name], field.default)
+            for field in dataclasses.fields(owner)
             if not dataclasses.is_dataclass(hints[field.name]) and field.name != OWN
         ]
     return {field.full_name: field for field in found}
@@ -99,8 +100,8 @@ def operative_gin(config: ExperimentConfig) -> str:
     values = _flatten(config)
     imports = [f"# --import={name}\n" if name.endswith(".py") else f"import {name}\n" for name, _ in imported()]
     sections = ["".join(imports)] if imports else []
-    for room in rooms():
-        names = [name for name, field in bindable_fields().items() if field.owner is room and name in values]
+    for owner in config_classes():
+        names = [name for name, field in bindable_fields().items() if field.owner is owner and name in values]
         if names:
             sections.append("".join(f"{name} = {values[name]!r}\n" for name in names))
     return "\n".join(sections)
@@ -269,6 +270,11 @@ def _parse(text: str, where: Callable[[int], str]) -> Iterator[Any]:
 
 def _bind(statements: Sequence[_Statement]) -> dict[str, _Statement]:
     """The last statement about every field, its macros resolved and its value of the field's type."""
+    old = dict.fromkeys(statement.key for statement in statements if statement.key in RENAMED)
+    if old:
+        renamed = ", ".join(f"{key} is now {RENAMED[key]}" for key in old)
+        logging.warning("%s: the next version will not know the old names", renamed)
+        statements = [dataclasses.replace(one, key=RENAMED.get(one.key, one.key)) for one in statements]
     macros = {statement.key: statement for statement in statements if statement.is_macro}
     fields = bindable_fields()
     used: set[str] = set()
@@ -298,15 +304,15 @@ def _field_of(statement: _Statement, fields: dict[str, Field]) -> Field:
         return fields[key]
     scope, _, name = key.rpartition("/")
     owner, _, field_name = name.rpartition(".")
-    room = next((room for room in rooms() if room.__name__ == owner), None)
+    cls = next((cls for cls in config_classes() if cls.__name__ == owner), None)
     elsewhere = [key for key, field in fields.items() if field.name == field_name]
-    if room is None:
+    if cls is None:
         close = _suggest(elsewhere) or _did_you_mean(name, fields)
-        complaint = f"no config is called {owner!r}{close or f'; there are {_room_names()}'}"
-    elif (inner := typing.get_type_hints(room).get(field_name)) and dataclasses.is_dataclass(inner):
+        complaint = f"no config is called {owner!r}{close or f'; there are {_config_names()}'}"
+    elif (inner := typing.get_type_hints(cls).get(field_name)) and dataclasses.is_dataclass(inner):
         complaint = f"{name} is put together from the fields of {inner.__name__}: bind those"
     elif name not in fields:
-        own = [field.name for field in fields.values() if field.owner is room]
+        own = [field.name for field in fields.values() if field.owner is cls]
         complaint = f"{owner} has no field {field_name!r}{_did_you_mean(field_name, own) or _suggest(elsewhere)}"
     else:
         complaint = f"nothing is built in the scope {scope!r}, so {key} would bind nothing{_suggest([name])}"
@@ -334,7 +340,7 @@ def _resolve(value: Any, where: str, macros: dict[str, _Statement], used: set[st
 
 
 def _compose(cls: type, values: dict[str, Any]) -> Any:
-    """A `cls` with the bound values; rooms inside it are composed of their own."""
+    """A `cls` with the bound values; configs inside it are composed of their own."""
     arguments = {}
     for name, hint in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(hint):
@@ -386,5 +392,5 @@ def _suggest(candidates: Sequence[Any]) -> str:
     return f"; did you mean {' or '.join(map(repr, candidates))}?" if candidates else ""
 
 
-def _room_names() -> str:
+def _config_names() -> str:
     return ", ".join(sorted({field.owner.__name__ for field in bindable_fields().values()}))

@@ -121,11 +121,13 @@ STUDIES: Mapping[str, Study] = {
             "attention": stack(STANDARD),
             "the longer messages": stack(
                 "filtered_attention+feed_forward",
-                "AttentionConfig.filter = 'message_norm'",
-                "AttentionConfig.filter_threshold = 1.0",
+                "FilteredAttentionConfig.filter = 'message_norm'",
+                "FilteredAttentionConfig.threshold = 1.0",
             ),
             "a quarter of random clusters": stack(
-                "clustered_attention+feed_forward", "AttentionConfig.clusters = 16", "AttentionConfig.clusters_kept = 4"
+                "clustered_attention+feed_forward",
+                "ClusteredAttentionConfig.clusters = 16",
+                "ClusteredAttentionConfig.clusters_kept = 4",
             ),
             "gates": stack("gated_attention+feed_forward"),
             "a square root": stack("sqrt_attention+feed_forward"),

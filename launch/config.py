@@ -1,7 +1,7 @@
 """Shows, resolves and compares configs.
 
   aamoe config show                            every field: type, default, meaning
-  aamoe config show BudgetConfig d_model       the fields of one room, or those of a name
+  aamoe config show BudgetConfig d_model       the fields of one config, or those of a name
   aamoe config resolve --gin_file=aamoe.gin --gin_param='BudgetConfig.beta = 8.0'
                                                           the complete config, as gin text that loads again
   aamoe config diff dense.gin aamoe.gin        the fields in which two configs differ
@@ -25,18 +25,18 @@ from aamoe_jax.registry import MIXERS
 from experiments.binding import (
     Field,
     bindable_fields,
+    config_classes,
     describe,
     differences,
     load_experiment,
     operative_gin,
-    rooms,
 )
 from launch.program import define_experiment_flags, experiment_from_flags, run
 
 
-def field_docs(room: type) -> dict[str, str]:
+def field_docs(cls: type) -> dict[str, str]:
     """The string literals under the fields of a dataclass, by field."""
-    (definition,) = ast.parse(inspect.getsource(room)).body
+    (definition,) = ast.parse(inspect.getsource(cls)).body
     docs = {}
     for field, below in zip(definition.body, definition.body[1:], strict=False):
         match field, below:
@@ -46,21 +46,21 @@ def field_docs(room: type) -> dict[str, str]:
 
 
 def show(names: Sequence[str]) -> str:
-    """Every field with type, default and meaning, and every mixer; of the rooms, fields or mixers called `names`, if
+    """Every field with type, default and meaning, and every mixer; of the configs, fields or mixers called `names`, if
     there are any."""
     sections = []
-    for room in rooms():
-        fields = [field for field in bindable_fields().values() if field.owner is room and _is_asked(field, names)]
-        docs = field_docs(room)
+    for cls in config_classes():
+        fields = [field for field in bindable_fields().values() if field.owner is cls and _is_asked(field, names)]
+        docs = field_docs(cls)
         entries = [_entry(field, docs.get(field.name, "")) for field in fields]
         if entries:
-            sections.append("\n".join([f"{room.__name__}: {inspect.getdoc(room)}", *entries]))
+            sections.append("\n".join([f"{cls.__name__}: {inspect.getdoc(cls)}", *entries]))
     mixers = [entry for name, entry in sorted(MIXERS.items()) if not names or name in names]
     if mixers:
         lines = [f"  {entry.name}: {entry.summary}" for entry in mixers]
         sections.append("\n".join(["Mixers, the names that ModelConfig.pattern may contain:", *lines]))
     if not sections:
-        raise ConfigError(f"no room, no field and no mixer is called {' or '.join(names)}")
+        raise ConfigError(f"no config, no field and no mixer is called {' or '.join(names)}")
     return "\n\n".join(sections)
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from aamoe_jax.config import (
     AAMoEConfig,
-    AttentionConfig,
     BudgetConfig,
     ConfigError,
     DataConfig,
@@ -23,6 +22,10 @@ from aamoe_jax.config import (
     from_dict,
     to_dict,
 )
+from aamoe_jax.mixers.attention import SparseAttentionConfig
+from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
+from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
+from aamoe_jax.mixers.experts import MoEConfig
 from pallas_kernels.block_sparse_attention import IMPLEMENTATIONS
 
 
@@ -56,11 +59,11 @@ class TestRefusals:
             (AAMoEConfig, {"max_resources": 0}, "max_resources", "must be at least 1, or None for all"),
             (AAMoEConfig, {"context": "none", "num_experts": 0, "local": "none"}, "num_experts", "at least one expert"),
             (AAMoEConfig, {"context": "none", "local": "routed"}, "local", "the own chunk cannot be routed"),
-            (AttentionConfig, {"filter": "loud"}, "filter", "must be one of 'none', 'message_norm', 'learned'"),
-            (AttentionConfig, {"filter_threshold": -0.1}, "filter_threshold", "must be a number of at least 0"),
-            (AttentionConfig, {"filter_room": 0.0}, "filter_room", "must be in (0, 1]"),
-            (AttentionConfig, {"clusters": 0}, "clusters", "must be a positive number"),
-            (AttentionConfig, {"clusters_kept": 17}, "clusters_kept", "must be at most clusters = 16"),
+            (FilteredAttentionConfig, {"filter": "loud"}, "filter", "must be one of 'none', 'message_norm', 'learned'"),
+            (FilteredAttentionConfig, {"threshold": -0.1}, "threshold", "must be a number of at least 0"),
+            (FilteredAttentionConfig, {"capacity": 0.0}, "capacity", "must be in (0, 1]"),
+            (ClusteredAttentionConfig, {"clusters": 0}, "clusters", "must be a positive number"),
+            (ClusteredAttentionConfig, {"clusters_kept": 17}, "clusters_kept", "must be at most clusters = 16"),
             (ModelConfig, {"num_layers": 0}, "num_layers", "must be a positive number"),
             (ModelConfig, {"d_model": 30}, "d_model", "must be divisible by num_heads = 4"),
             (ModelConfig, {"d_model": 12}, "d_model", "must be even"),
@@ -142,6 +145,22 @@ class TestDict:
             data=DataConfig(mixture=(("code", 1.0), ("books", 0.5))),
         )
         assert from_dict(ExperimentConfig, json.loads(json.dumps(to_dict(config)))) == config
+
+    def test_fields_that_have_moved_are_found(self):
+        """As a checkpoint has them that was written before they moved."""
+        values = {
+            "pattern": ["filtered_attention", "moe"],
+            "num_layers": 2,
+            "attention": {"window": 7, "filter": "none", "filter_threshold": 0.5, "filter_room": 0.75},
+            "moe": {"num_experts": 5, "top_k": 1},
+            "depth_capacity": 0.125,
+            "fixed_tokens": None,
+        }
+        model = from_dict(ModelConfig, values)
+        assert model.of(SparseAttentionConfig).window == 7
+        assert model.of(FilteredAttentionConfig) == FilteredAttentionConfig("none", capacity=0.75)
+        assert model.of(MoEConfig) == MoEConfig(num_experts=5, top_k=1)
+        assert from_dict(ModelConfig, json.loads(json.dumps(to_dict(model)))) == model
 
     def test_fields_that_are_missing_take_their_defaults(self):
         assert from_dict(ExperimentConfig, {"training": {"steps": 3}}) == ExperimentConfig(

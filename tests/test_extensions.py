@@ -172,9 +172,12 @@ class TestOwnConfig:
         other = to_dict(load_experiment([], ["ModelConfig.pattern = ('scaled+parallel',)"]))
         assert changed_fields(values, other, ExperimentConfig) == {"ScaledConfig.gain": (3.0, 1.0)}
 
-    def test_stacks_without_such_mixers_have_none(self, write):
+    def test_stacks_without_such_mixers_have_what_is_bound(self, write):
         write("mine.py")
         import_mixers("mine.py")
-        config = load_experiment([], ["ScaledConfig.gain = 3.0"])
+        assert to_dict(load_experiment([], ["ScaledConfig.gain = 3.0"]))["model"]["own"] == {
+            "ScaledConfig": {"gain": 3.0}
+        }
+        config = load_experiment([], ["ScaledConfig.gain = 1.0"])  # the default
         assert config == ExperimentConfig()
         assert "own" not in to_dict(config)["model"]

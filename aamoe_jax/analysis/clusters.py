@@ -68,6 +68,6 @@ def attention_recall(part: ClusteredAttention, h: Float[Array, "b L d"], context
     scores, _, rank, visible = part.ranked(h, context)
     weights = softmax_selected(scores, visible)
     real = context.shards.part(context.segment_ids, RESOURCE)[:, None, :, None] > 0
-    clusters = part.config.attention.clusters
+    clusters = part.clustering.clusters
     kept = jnp.stack([jnp.where((rank < count) & real, weights, 0).sum() for count in range(1, clusters + 1)])
     return kept / (real.sum() * scores.shape[1])

@@ -23,6 +23,8 @@ from aamoe_jax.analysis import clusters
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.evaluation.perplexity import Evaluation, Evaluator, causal_budget
 from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
+from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
 from aamoe_jax.mixers.fixed_maps import fixed_streams
 from aamoe_jax.model import Block, betas_of_blocks, merge, structure
 from aamoe_jax.patterns import mixers_of
@@ -34,14 +36,14 @@ STANDARD: str = "attention"
 
 def filtered(config: ModelConfig, threshold: float) -> ModelConfig:
     """The same stack with its attention filtered by the norm of messages; its parameters fit, once `renamed`."""
-    attention = dataclasses.replace(config.attention, filter="message_norm", filter_threshold=threshold)
-    return _with_attention(dataclasses.replace(config, attention=attention), "filtered_attention")
+    filtering = dataclasses.replace(config.of(FilteredAttentionConfig), filter="message_norm", threshold=threshold)
+    return _with_attention(dataclasses.replace(config, own=(*config.own, filtering)), "filtered_attention")
 
 
 def clustered(config: ModelConfig, count: int, kept: int) -> ModelConfig:
     """The same stack with its attention routed to `kept` of `count` clusters."""
-    attention = dataclasses.replace(config.attention, clusters=count, clusters_kept=kept)
-    return _with_attention(dataclasses.replace(config, attention=attention), "clustered_attention")
+    clustering = ClusteredAttentionConfig(clusters=count, clusters_kept=kept)
+    return _with_attention(dataclasses.replace(config, own=(*config.own, clustering)), "clustered_attention")
 
 
 def renamed(params: Params, config: ModelConfig, name: str) -> Params:

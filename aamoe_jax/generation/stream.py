@@ -12,6 +12,7 @@ from jaxtyping import Int
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.generation.decoder import Decoder
 from aamoe_jax.generation.sampling import NO_TOKEN, Sampling
+from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
 
 Tokens = Int[np.ndarray, "_"]
 Stop = tuple[int, ...]
@@ -85,8 +86,8 @@ def _stream(
 
 def _no_token(config: ModelConfig, new_tokens: int) -> str:
     if config.layers_of("filtered_attention"):
-        room = config.attention.filter_room
-        return f"AttentionConfig.filter_room = {room}: a head kept more keys than that, after {new_tokens} new tokens"
+        field = f"FilteredAttentionConfig.capacity = {config.of(FilteredAttentionConfig).capacity}"
+        return f"{field}: a head kept more keys than that, after {new_tokens} new tokens"
     return f"the model's logits are no numbers, after {new_tokens} new tokens"
 
 

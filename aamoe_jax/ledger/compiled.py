@@ -25,7 +25,7 @@ from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.costs import Costs, Setting
 from aamoe_jax.mixers.expert_sum import BLOCK
-from aamoe_jax.mixers.experts import Experts
+from aamoe_jax.mixers.experts import Experts, expert_width
 from aamoe_jax.mixers.fixed_maps import FixedStreams
 from aamoe_jax.registry import MIXERS
 from pallas_kernels.block_sparse_attention import window, xla
@@ -169,6 +169,6 @@ def _beyond_one_turn_of_pairs(at: Setting) -> Costs:
 
 def _beyond_one_turn_of_experts(at: Setting, chosen: int) -> Costs:
     """Blocks of tokens of one expert."""
-    per_token = 4 * at.width * at.config.expert_width
+    per_token = 4 * at.width * expert_width(at.config)
     turns = (at.tokens * chosen - min(BLOCK, at.tokens), at.rows * chosen - min(BLOCK, at.rows))
     return Costs(*(per_token * tokens for tokens in turns))

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from aamoe_jax.config import ModelConfig, Selector
+from aamoe_jax.config import ModelConfig, require_positive
 from aamoe_jax.layers import Projection, QueryKeyValue, apply_rotary, merge_heads, residual_gain
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, key_value_cache, projections, rotated, squares
-from aamoe_jax.mixers.family import Form, head_mix, head_scores, selected, softmax_selected
+from aamoe_jax.mixers.family import Form, head_mix, head_scores, softmax_selected
 from aamoe_jax.mixers.parts import Part
 from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
+
+Selector = Literal["all", "window", "strided", "sinks"]
 
 _KEPT = {
     "all": "all",
@@ -25,6 +29,21 @@ _KEPT = {
     "strided": "the last `stride` tokens, and every `stride`-th before",
     "sinks": "the last `window` tokens, and the first `sinks` of the document",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseAttentionConfig:
+    """Which earlier tokens `local_attention`, `strided_attention` and `sink_attention` see (UNI-08)."""
+
+    window: int = 128
+    """Of `local_attention` and `sink_attention`: tokens seen, the token itself included."""
+    stride: int = 32
+    """Of `strided_attention`: the last so many tokens are seen, and every so-many-th before them."""
+    sinks: int = 4
+    """Of `sink_attention`: first tokens of the document that everyone sees."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "window", "stride", "sinks")
 
 
 @register("attention", "softmax attention to all earlier tokens", heads="softmax")
@@ -41,6 +60,7 @@ class CausalAttention(Part):
         )
         self.config = config
         self.selector: Selector = selector
+        self.sparse = config.of(SparseAttentionConfig)
 
     @staticmethod
     def form(selector: Selector = "all") -> Form:
@@ -85,7 +105,7 @@ class CausalAttention(Part):
         query, key, value = self._rotated(h, context)
         cache = cache.write(context.positions, key, value)
         scores, earlier = cache.scores(query, context.positions), jnp.arange(cache.key.shape[1])
-        keeps = selected(self.selector, self.config.attention, context.positions - earlier, earlier)
+        keeps = selected(self.selector, self.sparse, context.positions - earlier, earlier)
         weights = jax.nn.softmax(jnp.where(keeps[:, None], scores, -jnp.inf), axis=-1)
         return self.output(merge_heads(cache.mix(weights))), cache
 
@@ -94,7 +114,7 @@ class CausalAttention(Part):
             return causal_mask(context.segment_ids)
         token = jnp.arange(context.positions.shape[1])
         distance, position = token[:, None] - token, context.positions[:, None, :]
-        return causal_mask(context.segment_ids) & selected(self.selector, self.config.attention, distance, position)
+        return causal_mask(context.segment_ids) & selected(self.selector, self.sparse, distance, position)
 
     def _rotated(
         self, h: Float[Array, "b L d"], context: Context
@@ -104,7 +124,28 @@ class CausalAttention(Part):
         return apply_rotary(query, rotary), apply_rotary(key, rotary), value
 
 
-_static = functools.partial(register, heads="softmax")
+def selected(
+    selector: Selector, config: SparseAttentionConfig, distance: Int[Array, "*#b"], position: Int[Array, "*#b"]
+) -> Bool[Array, "*b"]:
+    """Which earlier tokens a static selector keeps: a router whose priorities are positions (UNI-08).
+
+    Args:
+      distance: from the token to the earlier one, at least 0.
+      position: of the earlier one in its document.
+    """
+    match selector:
+        case "all":
+            return jnp.broadcast_to(True, jnp.broadcast_shapes(distance.shape, position.shape))
+        case "window":  # Longformer
+            keeps = distance < config.window
+        case "strided":  # Sparse Transformer
+            keeps = (distance < config.stride) | (distance % config.stride == 0)
+        case "sinks":  # StreamingLLM
+            keeps = (distance < config.window) | (position < config.sinks)
+    return jnp.broadcast_to(keeps, jnp.broadcast_shapes(distance.shape, position.shape))
+
+
+_static = functools.partial(register, heads="softmax", config=SparseAttentionConfig)
 _static("local_attention", "attention to the last `window` tokens", selector="window")(CausalAttention)
 _static("strided_attention", "attention to the last `stride` tokens, and every `stride`-th", selector="strided")(
     CausalAttention

@@ -6,6 +6,7 @@ cache has room for, B = b G.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from aamoe_jax.config import ModelConfig
+from aamoe_jax.config import ModelConfig, refuse, require_positive
 from aamoe_jax.layers import apply_rotary, merge_heads, split_heads
 from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics
@@ -33,7 +34,27 @@ class ClusteredCache(NamedTuple):
     cluster: Int[Array, "B N"]
 
 
-@register("clustered_attention", "attention to the clusters of keys that a query likes best", heads="softmax")
+@dataclasses.dataclass(frozen=True)
+class ClusteredAttentionConfig:
+    """How many clusters `clustered_attention` has, and keeps (PM-11)."""
+
+    clusters: int = 16
+    """Clusters of keys in every head."""
+    clusters_kept: int = 4
+    """Clusters that a query attends to, beside the token itself."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "clusters", "clusters_kept")
+        if self.clusters_kept > self.clusters:
+            refuse(self, "clusters_kept", f"must be at most clusters = {self.clusters}")
+
+
+@register(
+    "clustered_attention",
+    "attention to the clusters of keys that a query scores highest",
+    heads="softmax",
+    config=ClusteredAttentionConfig,
+)
 class ClusteredAttention(WeightedAttention):
     """Softmax attention to the keys of the `clusters_kept` clusters that a query scores highest, and to itself.
 
@@ -46,7 +67,8 @@ class ClusteredAttention(WeightedAttention):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        shape = (config.attention.clusters, config.kv_heads * config.head_dim)
+        self.clustering = config.of(ClusteredAttentionConfig)
+        shape = (self.clustering.clusters, config.kv_heads * config.head_dim)
         self.centroids = nnx.Param(jax.random.normal(rngs.params(), shape), axes=(None, "heads"))
 
     @staticmethod
@@ -59,7 +81,7 @@ class ClusteredAttention(WeightedAttention):
     @staticmethod
     def costs(at: Setting) -> Costs:
         """Attention to all keys, of which those of other clusters are masked; queries and keys meet every centroid."""
-        routing = 2 * at.config.attention.clusters * (at.width + at.kv_width)
+        routing = 2 * at.config.of(ClusteredAttentionConfig).clusters * (at.width + at.kv_width)
         return CausalAttention.costs(at) + at.per_token(routing, 0, FLOAT * at.config.kv_heads)
 
     @staticmethod
@@ -71,7 +93,7 @@ class ClusteredAttention(WeightedAttention):
         self, h: Float[Array, "b L d"], context: Context
     ) -> tuple[Float[Array, "b H L S"], Float[Array, "b S G k"], Statistics]:
         scores, value, rank, visible = self.ranked(h, context)
-        chosen = visible & (rank < self.config.attention.clusters_kept)
+        chosen = visible & (rank < self.clustering.clusters_kept)
         real = context.shards.part(context.segment_ids, RESOURCE)[:, None, :, None] > 0
         compared, offered = ((x & real).sum().astype(jnp.float32) for x in (chosen, visible))
         return softmax_selected(scores, chosen), value, {"pairs_compared": compared, "pairs_offered": offered}
@@ -133,7 +155,7 @@ class ClusteredAttention(WeightedAttention):
         rank = _of_keys(self.ranks(query), cluster)[:, :, 0]
         itself = jnp.arange(rank.shape[-1]) == positions[..., None]
         scores = cache.neurons.scores(apply_rotary(query, rotary), positions)
-        chosen = ((rank < self.config.attention.clusters_kept) | itself) & jnp.isfinite(scores)
+        chosen = ((rank < self.clustering.clusters_kept) | itself) & jnp.isfinite(scores)
         return self.output(merge_heads(cache.neurons.mix(softmax_selected(scores, chosen)))), cache
 
     def _for_heads(self, x: Int[Array, "b G n"]) -> Int[Array, "b H n"]:

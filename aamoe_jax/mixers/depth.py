@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from aamoe_jax.config import ModelConfig
+from aamoe_jax.config import ModelConfig, refuse
 from aamoe_jax.layers import rotary_table
 from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.base import Context, Mixer, RotaryTables, Statistics
@@ -62,7 +62,26 @@ class TokenPredictor(nnx.Module):
         return jax.nn.relu(h @ self.hidden[...]) @ self.output[...]
 
 
-@register("mixture_of_depths", "a parallel layer that some of the tokens skip", heads="softmax", neurons=True)
+@dataclasses.dataclass(frozen=True)
+class MixtureOfDepthsConfig:
+    """How many tokens go through `mixture_of_depths`."""
+
+    capacity: float = 0.125
+    """The share of a row's tokens that goes through the layer, where BudgetConfig.normalizer is `row`. With `prefix`
+    its predictor chooses while it trains, too, and nothing bounds the share."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.capacity <= 1:
+            refuse(self, "capacity", "must be in (0, 1]")
+
+
+@register(
+    "mixture_of_depths",
+    "a parallel layer that some of the tokens skip",
+    heads="softmax",
+    neurons=True,
+    config=MixtureOfDepthsConfig,
+)
 class MixtureOfDepths(Mixer):
     """r_i (MHA(h) + FF(h))_i for the tokens that were chosen, 0 for the others."""
 
@@ -86,7 +105,7 @@ class MixtureOfDepths(Mixer):
         """A parallel layer over the share of the tokens that goes through: under causal budgets that could be all of
         them, and in decoding every token is computed, and most are dropped."""
         config, d, hidden = at.config, at.width, PREDICTOR_WIDTH
-        room = max(1, math.ceil(config.depth_capacity * at.length))
+        room = max(1, math.ceil(config.of(MixtureOfDepthsConfig).capacity * at.length))
         through = dataclasses.replace(at, length=room if config.aamoe.budget.normalizer == "row" else at.length)
         inside, after = Parallel.costs(through), Parallel.costs(at)
         layer = dataclasses.replace(
@@ -94,7 +113,7 @@ class MixtureOfDepths(Mixer):
         )
         # What goes in and comes out of it, and h in float32 for router and predictor.
         taken = Costs(activation_bytes=through.tokens * at.size * d) + at.per_token(0, 2 * FLOAT * d + FLOAT * hidden)
-        model = Costs(model_flops=round(through_flops(config, at.length, config.depth_capacity)))
+        model = Costs(model_flops=round(through_flops(config, at.length, config.of(MixtureOfDepthsConfig).capacity)))
         return layer + taken + at.per_token(2 * d + 2 * d * hidden + 2 * hidden, 0) + model
 
     @staticmethod
@@ -109,7 +128,7 @@ class MixtureOfDepths(Mixer):
         if "depth_tokens" not in statistics:
             return 0.0
         config = at.config
-        meant = through_flops(config, at.length, config.depth_capacity)
+        meant = through_flops(config, at.length, config.of(MixtureOfDepthsConfig).capacity)
         shares = np.asarray(statistics["depth_through"]) / np.maximum(np.asarray(statistics["depth_tokens"]), 1)
         return at.tokens * sum(through_flops(config, at.length, float(share)) - meant for share in shares)
 
@@ -186,7 +205,7 @@ class MixtureOfDepths(Mixer):
         return h.astype(jnp.float32) @ self.router[...]
 
     def _room(self, length: int) -> int:
-        return max(1, math.ceil(self.config.depth_capacity * length))
+        return max(1, math.ceil(self.config.of(MixtureOfDepthsConfig).capacity * length))
 
     def _best(self, weight: Float[Array, "b L"], real: Bool[Array, "b L"]) -> Bool[Array, "b L"]:
         """The C best of every row; ties to the earlier token."""

@@ -5,21 +5,21 @@ A token's key holds a neuron's input weights, its value the output weights, and 
 (PM-13), neurons have gates (PM-12), or tokens that have little to say add none (PM-10).
 
 Shapes: b rows, L tokens per row, d width, H heads, G heads of keys and values, k = d / H, N neurons that a cache has
-room for, B = b G.
+capacity for, B = b G.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from aamoe_jax.config import ModelConfig
+from aamoe_jax.config import ModelConfig, refuse, require_choice
 from aamoe_jax.layers import Projection, apply_rotary, merge_heads, split_heads
 from aamoe_jax.mixers.attention import WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics
@@ -165,22 +165,22 @@ class FilteredCache(NamedTuple):
     """The neurons that a filter let through, one after the other whatever their places in the text."""
 
     neurons: KeyValueCache
-    """Keys and values of those added, at the front of the room."""
+    """Keys and values of those added, at the front."""
     log_gate: Float[Array, "B N"]
     """What the filter adds to their scores; -inf where there is none."""
     count: Int[Array, "B"]
     overflow: Int[Array, "B"]
-    """Neurons for which there was no room."""
+    """Neurons that did not fit."""
 
     def add(
         self, key: Float[Array, "b L G k"], value: Float[Array, "b L G k"], log_gate: Float[Array, "b L G"]
     ) -> FilteredCache:
         """With those of L more tokens that have a gate above -inf."""
-        room = self.log_gate.shape[1]
+        capacity = self.log_gate.shape[1]
         gate = log_gate.swapaxes(1, 2).reshape(-1, log_gate.shape[1])
         added = jnp.isfinite(gate)
-        # Past the end of the room is nowhere: `mode="drop"`.
-        place = jnp.where(added, self.count[:, None] + jnp.cumsum(added, axis=1) - 1, room)
+        # Past the end is nowhere: `mode="drop"`.
+        place = jnp.where(added, self.count[:, None] + jnp.cumsum(added, axis=1) - 1, capacity)
         row, size = jnp.arange(gate.shape[0])[:, None], jnp.arange(value.shape[-1])[:, None]
         wanted = self.count + added.sum(1)
         return FilteredCache(
@@ -191,31 +191,58 @@ class FilteredCache(NamedTuple):
                 ),
             ),
             self.log_gate.at[row, place].set(gate, mode="drop"),
-            jnp.minimum(wanted, room),
-            self.overflow + jnp.maximum(wanted - room, 0),
+            jnp.minimum(wanted, capacity),
+            self.overflow + jnp.maximum(wanted - capacity, 0),
         )
 
     def scores(self, query: Float[Array, "b 1 H k"]) -> Float[Array, "b H N"]:
         """q . k / sqrt(k), and what the filter adds; -inf where there is no neuron."""
         rows, _, heads, _ = query.shape
-        room = self.log_gate.shape[1]
-        scores = self.neurons.scores(query, jnp.full((rows, 1), room))
-        grouped = scores.reshape(self.log_gate.shape[0], -1, room) + self.log_gate[:, None]
-        return grouped.reshape(rows, heads, room)
+        capacity = self.log_gate.shape[1]
+        scores = self.neurons.scores(query, jnp.full((rows, 1), capacity))
+        grouped = scores.reshape(self.log_gate.shape[0], -1, capacity) + self.log_gate[:, None]
+        return grouped.reshape(rows, heads, capacity)
 
 
-@register("filtered_attention", "attention to the tokens that a filter keeps", heads="softmax")
+@dataclasses.dataclass(frozen=True)
+class FilteredAttentionConfig:
+    """Which tokens `filtered_attention` keeps (PM-10)."""
+
+    filter: Literal["none", "message_norm", "learned"] = "learned"
+    """Which tokens add a key and value to a head. All; those whose message, value times W^O, is long enough; those of
+    which a learned logit is certain enough."""
+    threshold: float = 0.5
+    """The least certainty (`learned`), or length as a multiple of a random input's (`message_norm`). 0 keeps all."""
+    capacity: float = 1.0
+    """Keys that fit into the cache of a head while decoding, as a fraction of all. What does not fit is counted, and
+    the row has no further output."""
+
+    def __post_init__(self) -> None:
+        require_choice(self, "filter", ("none", "message_norm", "learned"))
+        if not (self.threshold >= 0 and math.isfinite(self.threshold)):
+            refuse(self, "threshold", "must be a number of at least 0")
+        if not 0 < self.capacity <= 1:
+            refuse(self, "capacity", "must be in (0, 1]")
+
+
+@register(
+    "filtered_attention",
+    "attention to the tokens that a filter keeps",
+    heads="softmax",
+    config=FilteredAttentionConfig,
+)
 class FilteredAttention(WeightedAttention):
     """Softmax attention in which a token adds its neuron to a head only where its message is worth it (PM-10).
 
     What is kept depends on the token alone, so later tokens change nothing. A head without any neuron gives 0. Heads
-    that have keys and values in common have their neurons in common too. While decoding, a cache holds the kept neurons
-    alone, in `filter_room` of a dense one; what finds no room is counted, and the row's outputs are NaN from then on.
+    that have keys and values in common have their neurons in common too. While decoding, a cache of `capacity` times
+    the usual size holds the kept neurons alone; what does not fit is counted, and the row's outputs are NaN from then on.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        if config.attention.filter == "learned":
+        self.filtering = config.of(FilteredAttentionConfig)
+        if self.filtering.filter == "learned":
             axes = ("storage_float32", "heads")
             self.filter = Projection(config.d_model, config.kv_heads, axes=axes, rngs=rngs, gain=0.0)
             self.filter_bias = nnx.Param(jnp.full(config.kv_heads, KEPT_AT_START), axes=("heads",))
@@ -229,23 +256,24 @@ class FilteredAttention(WeightedAttention):
 
     @staticmethod
     def costs(at: Setting) -> Costs:
-        """Whole squares in a row, since what the filter leaves out is masked; in decoding the room of its cache.
+        """Whole squares in a row, since what the filter leaves out is masked; in decoding the capacity of its cache.
 
         The filter takes 2 d, or 2 k^2 + 2 k, a head and token.
         """
         config, d, heads, size = at.config, at.width, at.config.kv_heads, at.config.head_dim
-        room = max(1, math.ceil(config.attention.filter_room * at.length))
+        filtering = config.of(FilteredAttentionConfig)
+        capacity = max(1, math.ceil(filtering.capacity * at.length))
         once = per_token = saved = 0
-        match config.attention.filter:
+        match filtering.filter:
             case "message_norm":  # both maps of every head, once; and one number per token
                 once, per_token = 2 * d * size * d + heads * 2 * d * (size**2 + size), heads * 2 * (size**2 + size)
             case "learned":
                 per_token, saved = 2 * d * heads, FLOAT * d if at.size < FLOAT else 0
-        short = dataclasses.replace(squares(at), decode_flops=at.rows * 4 * d * room)
-        filtering = at.per_token(per_token, saved) + Costs(prefill_flops=once, decode_flops=once)
-        # Keys, values, what the filter adds to their scores; how many there are, and for how many there was no room.
-        cached = at.rows * (2 * room * at.kv_width * at.size + heads * (FLOAT * room + 2 * FLOAT))
-        return projections(at) + rotated(at) + short + filtering + Costs(cache_bytes=cached)
+        short = dataclasses.replace(squares(at), decode_flops=at.rows * 4 * d * capacity)
+        extra = at.per_token(per_token, saved) + Costs(prefill_flops=once, decode_flops=once)
+        # Keys, values, what the filter adds to their scores; how many there are, and how many did not fit.
+        cached = at.rows * (2 * capacity * at.kv_width * at.size + heads * (FLOAT * capacity + 2 * FLOAT))
+        return projections(at) + rotated(at) + short + extra + Costs(cache_bytes=cached)
 
     @staticmethod
     def summarize(statistics: Statistics) -> dict[str, Any]:
@@ -270,8 +298,8 @@ class FilteredAttention(WeightedAttention):
         `message_norm` keeps a message that is at least the threshold times as long as a random input's would be;
         `learned` keeps what has at least so much certainty, whose logarithm carries the gradient (as eq 15 has it).
         """
-        threshold = self.config.attention.filter_threshold
-        match self.config.attention.filter:
+        threshold = self.filtering.threshold
+        match self.filtering.filter:
             case "none":
                 return jnp.zeros(value.shape[:-1], jnp.float32)
             case "message_norm":
@@ -282,9 +310,11 @@ class FilteredAttention(WeightedAttention):
 
     def empty_cache(self, rows: int, length: int) -> FilteredCache:
         """Room for the neurons that heads are expected to keep of `length` tokens in every row."""
-        room = max(1, math.ceil(self.config.attention.filter_room * length))
+        capacity = max(1, math.ceil(self.filtering.capacity * length))
         none = jnp.zeros(rows * self.config.kv_heads, jnp.int32)
-        return FilteredCache(empty_cache(self.config, rows, room), jnp.full((none.size, room), -jnp.inf), none, none)
+        return FilteredCache(
+            empty_cache(self.config, rows, capacity), jnp.full((none.size, capacity), -jnp.inf), none, none
+        )
 
     def fill(self, h: Float[Array, "b L d"], context: Context, cache: FilteredCache) -> FilteredCache:
         """The cache after a prompt."""

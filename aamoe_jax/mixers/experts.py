@@ -9,9 +9,10 @@ Shapes: b rows, L tokens of them here, N of whole rows, d width, E experts, w hi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +20,67 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from aamoe_jax.config import ModelConfig, MoEConfig
-from aamoe_jax.layers import flatten_tokens, residual_gain
+from aamoe_jax.config import ModelConfig, refuse, require_choice, require_positive
+from aamoe_jax.layers import HIGHEST, flatten_tokens, residual_gain
 from aamoe_jax.mixers.base import Cache, Context, Statistics
-from aamoe_jax.mixers.convolution import TOKENS_BEFORE, convolution_costs
+from aamoe_jax.mixers.convolution import TOKENS_BEFORE, CausalConvolution, convolution_costs, last_tokens
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
 from aamoe_jax.mixers.expert_sum import expert_sum
 from aamoe_jax.mixers.family import Form, softmax_selected, top_selected
 from aamoe_jax.mixers.parts import Part
-from aamoe_jax.mixers.routers import ExpertRouter
 from aamoe_jax.mixers.statistics import expert_use
 from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE, TENSOR
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Mixtures of experts in place of a feed-forward: `moe`, `switch` and `relu_moe` (UNI-03, UNI-04, UNI-11)."""
+
+    num_experts: int = 8
+    top_k: int = 2
+    """Of `moe`: experts of a token. `switch` has one."""
+    mean_experts: int | None = None
+    """Of `relu_moe`: how many experts of a token, on average, its sparsity loss aims at. None: top_k."""
+    expert_width: int | None = None
+    """Hidden width of an expert. None: d_ff / top_k, so that top_k experts cost what the feed-forward does."""
+    coefficients: Literal["softmax_selected", "softmax_then_topk"] = "softmax_selected"
+    """Of `moe`: a softmax over the chosen experts, or over all of them, of which the chosen keep their share."""
+    router: Literal["linear", "attention"] = "linear"
+    """Scores of the experts: x W, or attention among the experts of one token (UNI-09)."""
+    router_input: Literal["token", "causal_conv"] = "token"
+    """What the router sees: the token, or a short causal convolution over it and the tokens before (UNI-10)."""
+    capacity_factor: float = 1.25
+    """Of `switch`: an expert takes so many times its even share of a group of tokens; the others pass the layer by."""
+    capacity_tokens: int = 256
+    """Of `switch`: tokens of a document that make a group. Shares are taken in their order."""
+    balance_weight: float = 0.01
+    """Weight of the balancing loss of `moe` and `switch`."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "num_experts", "top_k", "capacity_factor", "capacity_tokens")
+        if self.top_k > self.num_experts:
+            refuse(self, "top_k", f"must be at most num_experts = {self.num_experts}")
+        if not 0 < self.sparsity_target <= self.num_experts:
+            refuse(self, "mean_experts", f"must be above 0 and at most num_experts = {self.num_experts}")
+        if self.expert_width is not None and self.expert_width < 1:
+            refuse(self, "expert_width", "must be at least 1, or None for d_ff / top_k")
+        require_choice(self, "coefficients", ("softmax_selected", "softmax_then_topk"))
+        require_choice(self, "router", ("linear", "attention"))
+        require_choice(self, "router_input", ("token", "causal_conv"))
+        if self.balance_weight < 0:
+            refuse(self, "balance_weight", "must be at least 0")
+
+    @property
+    def sparsity_target(self) -> int:
+        """Experts of a token that `relu_moe` aims at."""
+        return self.top_k if self.mean_experts is None else self.mean_experts
+
+
+def expert_width(config: ModelConfig) -> int:
+    """w: hidden units of an expert."""
+    moe = config.of(MoEConfig)
+    return max(config.ff_width // moe.top_k, 1) if moe.expert_width is None else moe.expert_width
 
 
 class Mixture(NamedTuple):
@@ -41,13 +91,77 @@ class Mixture(NamedTuple):
     chosen: Bool[Array, "b L E"]
 
 
+class ExpertRouter(nnx.Module):
+    """Scores [b, L, E] of all experts for every token (eq 3), of the token or of a convolution over it and those before
+    (UNI-10). In float32 (decision 38)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        moe = config.of(MoEConfig)
+        scorer = {"linear": LinearScores, "attention": AttentionScores}[moe.router]
+        self.scores = scorer(config.d_model, moe.num_experts, rngs=rngs)
+        self.convolution = CausalConvolution(config.d_model) if moe.router_input == "causal_conv" else None
+        self.config = config
+
+    def __call__(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b L E"]:
+        x = self.convolution(h, context) if self.convolution else h
+        return self.scores(x.astype(jnp.float32))
+
+    def empty_cache(self, rows: int) -> Cache:
+        """Room for the tokens before."""
+        shape = (rows, TOKENS_BEFORE, self.config.d_model)
+        return jnp.zeros(shape, self.config.dtype) if self.convolution else ()
+
+    def fill(self, h: Float[Array, "b L d"], context: Context, cache: Cache) -> Cache:
+        """The cache after a prompt."""
+        return last_tokens(h, context) if self.convolution else cache
+
+    def decode(self, h: Float[Array, "b 1 d"], cache: Cache) -> tuple[Float[Array, "b 1 E"], Cache]:
+        """The scores for one more token in every row."""
+        if self.convolution is None:
+            return self.scores(h.astype(jnp.float32)), cache
+        x, cache = self.convolution.decode(h, cache)
+        return self.scores(x), cache
+
+
+class LinearScores(nnx.Module):
+    """r = x W (eq 3)."""
+
+    def __init__(self, width: int, experts: int, *, rngs: nnx.Rngs):
+        self.kernel = _kernel(width, experts, rngs)
+
+    def __call__(self, x: Float[Array, "b L d"]) -> Float[Array, "b L E"]:
+        return jnp.matmul(x, self.kernel[...], precision=HIGHEST)
+
+
+class AttentionScores(nnx.Module):
+    """Experts attend to each other before they are scored (Yuan 2.0-M32; UNI-09).
+
+    Q = x W, K = x W', V = x W'' hold one number per expert, and r = softmax(Q K^T) V is of one token alone: E x E
+    products of numbers.
+    """
+
+    def __init__(self, width: int, experts: int, *, rngs: nnx.Rngs):
+        self.query, self.key, self.value = (_kernel(width, experts, rngs) for _ in range(3))
+
+    def __call__(self, x: Float[Array, "b L d"]) -> Float[Array, "b L E"]:
+        query, key, value = (jnp.matmul(x, w[...], precision=HIGHEST) for w in (self.query, self.key, self.value))
+        weights = jax.nn.softmax(query[..., :, None] * key[..., None, :], axis=-1)
+        return jnp.einsum("...ij,...j->...i", weights, value, precision=HIGHEST)
+
+
+def _kernel(width: int, experts: int, rngs: nnx.Rngs) -> nnx.Param:
+    kernel = width**-0.5 * jax.random.normal(rngs.params(), (width, experts))
+    return nnx.Param(kernel, axes=("storage_float32", None))
+
+
 class Experts(Part):
     """sum_l p_l(x) V_l ReLU(K_l x): what all mixtures share. Subclasses say how scores become coefficients."""
 
     label = "experts"
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        count, width, hidden = config.moe.num_experts, config.d_model, config.expert_width
+        self.moe = config.of(MoEConfig)
+        count, width, hidden = self.moe.num_experts, config.d_model, expert_width(config)
         gain = residual_gain(config)
         self.router = ExpertRouter(config, rngs=rngs)
         keys = width**-0.5 * jax.random.normal(rngs.params(), (count, width, hidden))
@@ -55,11 +169,6 @@ class Experts(Part):
         self.keys = nnx.Param(keys, axes=(None, "storage", "heads"))
         self.values = nnx.Param(values, axes=(None, "heads", "storage"))
         self.config = config
-
-    @property
-    def moe(self) -> MoEConfig:
-        """The room of the config that is about experts."""
-        return self.config.moe
 
     def mix(self, h: Float[Array, "b L d"], mixture: Mixture) -> Float[Array, "b L d"]:
         """The experts' outputs, weighted and summed."""
@@ -70,13 +179,14 @@ class Experts(Part):
     def costs(cls, at: Setting) -> Costs:
         """A router, 2 d E or 6 d E + 4 E^2 (and 6 d of model FLOPs for a convolution), and the experts that a token is
         meant to have, 4 d w each. Blocks of tokens are full; hidden units are computed again in the backward pass."""
-        config, d, count = at.config, at.width, at.config.moe.num_experts
-        router = 2 * d * count if config.moe.router == "linear" else 6 * d * count + 4 * count**2
-        flops = router + cls.experts_per_token(config) * flops_per_expert(config)
+        moe, d = at.config.of(MoEConfig), at.width
+        count = moe.num_experts
+        router = 2 * d * count if moe.router == "linear" else 6 * d * count + 4 * count**2
+        flops = router + cls.experts_per_token(at.config) * flops_per_expert(at.config)
         saved = FLOAT * d + count * (3 * FLOAT + 2)  # the router's input; scores, coefficients, choices
-        if config.moe.router == "attention":
+        if moe.router == "attention":
             saved += FLOAT * count * (2 * count + 5)
-        if config.moe.router_input != "causal_conv":
+        if moe.router_input != "causal_conv":
             return at.per_token(flops, saved)
         return at.per_token(flops, saved, model_flops=flops + 2 * d * TOKENS_BEFORE) + convolution_costs(at)
 
@@ -102,7 +212,7 @@ class Experts(Part):
     @staticmethod
     def experts_per_token(config: ModelConfig) -> int:
         """Experts that a token is meant to have."""
-        return config.moe.top_k
+        return config.of(MoEConfig).top_k
 
     @staticmethod
     def extra_flops(at: Setting, members: Sequence[type[Experts]], statistics: Statistics) -> float:
@@ -119,7 +229,7 @@ class Experts(Part):
         return self.router.fill(h, context, cache)
 
 
-@register("moe", "the `top_k` experts of the highest scores", neurons=True)
+@register("moe", "the `top_k` experts of the highest scores", neurons=True, config=MoEConfig)
 class TopKExperts(Experts):
     """The k experts of the highest scores (UNI-03), and Switch's loss to balance them."""
 
@@ -149,7 +259,7 @@ class TopKExperts(Experts):
         return Mixture(jnp.where(chosen, jax.nn.softmax(scores, axis=-1), 0), chosen)
 
 
-@register("relu_moe", "all experts whose score is positive (ReMoE)", neurons=True)
+@register("relu_moe", "all experts whose score is positive (ReMoE)", neurons=True, config=MoEConfig)
 class ReLUExperts(Experts):
     """p = ReLU(r): as many experts as have a positive score (ReMoE; eq 6, UNI-04).
 
@@ -164,12 +274,18 @@ class ReLUExperts(Experts):
         """The instance of the family."""
         return Form("experts", "x W", "those with x W > 0", "ReLU", "V_l ReLU(K_l x)")
 
+    @staticmethod
+    def experts_per_token(config: ModelConfig) -> int:
+        """What the sparsity loss aims at."""
+        return config.of(MoEConfig).sparsity_target
+
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         real = real_tokens(context)
         mixture = self._mixture(self.router(h, context), real)
         about = load(mixture.chosen, mixture.chosen, real, context)
         about["relu_pairs"] = about["moe_load"].sum()
-        about["sparsity_loss"] = weighed_by_load(mixture.coefficients, mixture.chosen, self.moe.top_k, context)
+        target = self.moe.sparsity_target
+        about["sparsity_loss"] = weighed_by_load(mixture.coefficients, mixture.chosen, target, context)
         return self.mix(h, mixture), about
 
     def decode(self, h: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
@@ -189,7 +305,7 @@ class SwitchCache(NamedTuple):
     """How many tokens of the group that the last one is in chose each expert."""
 
 
-@register("switch", "the best expert, while it has capacity", neurons=True)
+@register("switch", "the best expert, while it has capacity", neurons=True, config=MoEConfig)
 class SwitchExperts(Experts):
     """One expert per token, while it has room (Fedus et al. 2022; UNI-11).
 
@@ -207,7 +323,7 @@ class SwitchExperts(Experts):
     @classmethod
     def costs(cls, at: Setting) -> Costs:
         """One expert per token; a cache counts how many tokens each has taken."""
-        return super().costs(at) + Costs(cache_bytes=at.rows * at.config.moe.num_experts * FLOAT)
+        return super().costs(at) + Costs(cache_bytes=at.rows * at.config.of(MoEConfig).num_experts * FLOAT)
 
     @staticmethod
     def experts_per_token(config: ModelConfig) -> int:
@@ -264,7 +380,7 @@ class SwitchExperts(Experts):
 
 def flops_per_expert(config: ModelConfig) -> int:
     """One expert of width w for one token: 4 d w."""
-    return 4 * config.d_model * config.expert_width
+    return 4 * config.d_model * expert_width(config)
 
 
 def real_tokens(context: Context) -> Bool[Array, "b L"]:

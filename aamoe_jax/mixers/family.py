@@ -10,9 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
-
-from aamoe_jax.config import AttentionConfig, Selector
+from jaxtyping import Array, Bool, Float
 
 
 class Form(NamedTuple):
@@ -65,24 +63,3 @@ def top_selected(scores: Float[Array, "*b n"], k: int) -> Bool[Array, "*b n"]:
     """The k highest scores; ties go to the lower index."""
     _, index = jax.lax.top_k(scores, k)
     return jax.nn.one_hot(index, scores.shape[-1], dtype=bool).any(-2)
-
-
-def selected(
-    selector: Selector, config: AttentionConfig, distance: Int[Array, "*#b"], position: Int[Array, "*#b"]
-) -> Bool[Array, "*b"]:
-    """Which earlier tokens a static selector keeps: a router whose priorities are positions (UNI-08).
-
-    Args:
-      distance: from the token to the earlier one, at least 0.
-      position: of the earlier one in its document.
-    """
-    match selector:
-        case "all":
-            return jnp.broadcast_to(True, jnp.broadcast_shapes(distance.shape, position.shape))
-        case "window":  # Longformer
-            keeps = distance < config.window
-        case "strided":  # Sparse Transformer
-            keeps = (distance < config.stride) | (distance % config.stride == 0)
-        case "sinks":  # StreamingLLM
-            keeps = (distance < config.window) | (position < config.sinks)
-    return jnp.broadcast_to(keeps, jnp.broadcast_shapes(distance.shape, position.shape))

@@ -89,6 +89,14 @@ class MapCache(NamedTuple):
     value: Float[Array, "G k N"]
 
 
+@dataclasses.dataclass(frozen=True)
+class FixedQKConfig:
+    """The text whose attention map `fixed_qk` uses for all texts."""
+
+    tokens: str | None = None
+    """A .npy of token ids. None: a short built-in text."""
+
+
 class FixedMapAttention(WeightedAttention):
     """softmax(q K^T / sqrt(k)) V with q and K of a fixed sequence at this depth, place by place in the row.
 
@@ -212,10 +220,10 @@ def fixed_tokens(file: str | None, vocab_size: int, length: int) -> Int[np.ndarr
         try:
             tokens = np.load(file)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"ModelConfig.fixed_tokens = {file!r}: cannot be read: {error}") from error
+            raise ConfigError(f"FixedQKConfig.tokens = {file!r}: cannot be read: {error}") from error
         integers = tokens.ndim == 1 and tokens.size and tokens.dtype.kind in "iu"
         if not integers or tokens.min() < 0 or tokens.max() >= vocab_size:
-            raise ConfigError(f"ModelConfig.fixed_tokens = {file!r}: wanted a list of ids below {vocab_size}")
+            raise ConfigError(f"FixedQKConfig.tokens = {file!r}: wanted a list of ids below {vocab_size}")
     return np.resize(tokens.astype(np.int32), length)
 
 
@@ -225,8 +233,10 @@ def _of_noise(embed: Callable, config: ModelConfig, places: Int[Array, "1 n"], s
 
 def _of_text(embed: Callable, config: ModelConfig, places: Int[Array, "1 n"], shards: Shards) -> Float[Array, "1 n d"]:
     length = places.shape[1] * shards.count(("resource", "tensor"))
-    return embed(jnp.asarray(fixed_tokens(config.fixed_tokens, config.vocab_size, length))[places], shards)
+    return embed(jnp.asarray(fixed_tokens(config.of(FixedQKConfig).tokens, config.vocab_size, length))[places], shards)
 
 
 register("random_qk", "the attention map of noise", fixed_stream=_of_noise, stream="random_qk")(FixedMapAttention)
-register("fixed_qk", "the attention map of a fixed text", fixed_stream=_of_text, stream="fixed_qk")(FixedMapAttention)
+register(
+    "fixed_qk", "the attention map of a fixed text", config=FixedQKConfig, fixed_stream=_of_text, stream="fixed_qk"
+)(FixedMapAttention)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.base import Statistics
+from aamoe_jax.mixers.experts import MoEConfig
 from aamoe_jax.registry import MIXERS
 
 LOSSES = ("predictor_loss", "balance_loss", "sparsity_loss")
@@ -38,7 +39,7 @@ def loss_weights(config: ModelConfig, sparsity_weight: Float[Array | np.ndarray,
     return {
         "predictor_loss": PREDICTOR_WEIGHT,
         "balance_loss": _layers_with("balance_loss", config)
-        * config.moe.balance_weight,  # Switch adds those of all layers
+        * config.of(MoEConfig).balance_weight,  # Switch adds those of all layers
         "sparsity_loss": sparsity_weight,
     }
 
@@ -60,10 +61,10 @@ def adapted(weights: Float[Array, "n"], statistics: Statistics, config: ModelCon
     """
     if not len(weights):
         return weights
-    moe = config.moe
+    moe = config.of(MoEConfig)
     pairs = moe.num_experts * jnp.maximum(statistics["moe_tokens"][0], 1)  # the tokens of all layers are the same
     sparsity = 1 - statistics["relu_pairs"] / pairs
-    return weights * FACTOR ** jnp.sign(1 - moe.top_k / moe.num_experts - sparsity)
+    return weights * FACTOR ** jnp.sign(1 - moe.sparsity_target / moe.num_experts - sparsity)
 
 
 def _layers_with(loss: str, config: ModelConfig) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
 from typing import Any
 
-from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
+from aamoe_jax.config import ConfigError, ExperimentConfig, from_dict, to_dict
 from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import (
     CheckpointError,
@@ -72,6 +73,8 @@ def restore_newest(
 
 def refuse_other_experiment(meta: Meta, config: ExperimentConfig, datasets: dict[str, Any]) -> None:
     """Raises a ConfigError that lists what changed, unless nothing did that steps depend on."""
+    with contextlib.suppress(ConfigError):  # fields that have moved since are compared where they are now
+        meta = meta | {"config": to_dict(from_dict(ExperimentConfig, meta["config"]))}
     changed = {
         name: values
         for name, values in changed_fields(meta["config"], to_dict(config), ExperimentConfig).items()
@@ -103,15 +106,15 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], cls: type) -> dict[
 
 
 def _flatten(values: dict[str, Any], cls: type) -> dict[str, Any]:
-    """`Room.field` -> value as it reads after a trip through JSON, where a tuple is a list."""
-    rooms = {field.name: field.default_factory for field in dataclasses.fields(cls)}
+    """`Config.field` -> value as it reads after a trip through JSON, where a tuple is a list."""
+    configs = {field.name: field.default_factory for field in dataclasses.fields(cls)}
     flat = {}
     for name, value in values.items():
         if name == "own":
-            for room, fields in value.items():
-                flat |= {f"{room}.{field}": json.loads(json.dumps(held)) for field, held in fields.items()}
-        elif name in rooms and isinstance(value, dict):
-            flat |= _flatten(value, rooms[name])
+            for owner, fields in value.items():
+                flat |= {f"{owner}.{field}": json.loads(json.dumps(held)) for field, held in fields.items()}
+        elif name in configs and isinstance(value, dict):
+            flat |= _flatten(value, configs[name])
         else:
             flat[f"{cls.__name__}.{name}"] = json.loads(json.dumps(value))
     return flat

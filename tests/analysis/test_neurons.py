@@ -14,6 +14,7 @@ from aamoe_jax.analysis import neurons
 from aamoe_jax.analysis.neurons import as_neurons, heads_of
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.mixers.build import build_mixer
+from aamoe_jax.mixers.experts import MoEConfig, expert_width
 from aamoe_jax.registry import MIXERS
 from tests.aamoe.helpers import M, apply, context_of, model_config
 from tests.evaluation.helpers import random_params
@@ -86,7 +87,7 @@ class TestPM01:
         mixer = mixer_of("moe")
         experts = as_neurons("moe", mixer, CONFIG)["experts"]
         part = mixer["parts"]["experts"]
-        assert len(experts.P) == CONFIG.moe.num_experts
+        assert len(experts.P) == CONFIG.of(MoEConfig).num_experts
         wanted = [
             np.maximum(X[0] @ keys, 0) @ values for keys, values in zip(part["keys"], part["values"], strict=True)
         ]
@@ -244,7 +245,7 @@ class TestPM08:
     def test_every_kind_of_neuron_counts(self):
         config = model_config(num_layers=4, pattern=("aamoe", "all_attention", "moe", "parallel"))
         experts, memory = 4 * 6 * M, 4 * 128
-        mixture = config.moe.num_experts * config.expert_width
+        mixture = config.of(MoEConfig).num_experts * expert_width(config)
         assert neurons.static_neurons(config) == experts + memory + mixture + 128
         assert neurons.neurons_per_token(config) == 4 * 3
 

@@ -8,19 +8,33 @@ from pathlib import Path
 
 import pytest
 
-from aamoe_jax.config import BudgetConfig, ConfigError, ExperimentConfig, ModelConfig
+from aamoe_jax.config import RENAMED, BudgetConfig, ConfigError, ExperimentConfig, ModelConfig
+from aamoe_jax.registry import MIXERS, own_configs
 from experiments.binding import (
     CONFIGS,
     bindable_fields,
+    config_classes,
     conform,
     describe,
     differences,
     load_experiment,
     operative_gin,
-    rooms,
 )
 
 SHIPPED = sorted(path.name for path in CONFIGS.glob("*.gin"))
+
+OLD_VALUES = {
+    "AttentionConfig.window": 7,
+    "AttentionConfig.stride": 5,
+    "AttentionConfig.sinks": 2,
+    "AttentionConfig.filter": "none",
+    "AttentionConfig.filter_threshold": 0.25,
+    "AttentionConfig.filter_room": 0.75,
+    "AttentionConfig.clusters": 9,
+    "AttentionConfig.clusters_kept": 3,
+    "ModelConfig.depth_capacity": 0.5,
+    "ModelConfig.fixed_tokens": "ids.npy",
+}
 
 
 @pytest.fixture
@@ -49,7 +63,7 @@ class TestLoading:
     def test_nothing_bound_is_the_schema_with_its_defaults(self):
         assert load_experiment() == ExperimentConfig()
 
-    def test_nested_rooms_are_composed_from_their_own_bindings(self):
+    def test_nested_config_classes_are_composed_from_their_own_bindings(self):
         config = load_experiment(
             [], ["BudgetConfig.beta = 2.5", "AAMoEConfig.num_experts = 8", "TrainingConfig.seed = 7"]
         )
@@ -120,8 +134,10 @@ class TestUnknownNames:
         assert f"run.gin:2: {complaint}" in refusal([write(f"# a comment\n{binding}\n")], [])
         assert f"--gin_param {binding!r}: {complaint}" in refusal([], [binding])
 
-    def test_a_name_like_nothing_else_lists_the_rooms(self):
-        assert "there are AAMoEConfig, AttentionConfig, BudgetConfig, DataConfig" in refusal([], ["Zzz.qqq = 1"])
+    def test_a_name_like_nothing_else_lists_the_config_classes(self):
+        assert "there are AAMoEConfig, BudgetConfig, ClusteredAttentionConfig, DataConfig" in refusal(
+            [], ["Zzz.qqq = 1"]
+        )
 
     def test_in_a_block(self, write):
         assert refusal([write("ModelConfig:\n    d_model = 64\n    d_hidden = 3\n")], []).startswith("run.gin:3: ")
@@ -277,8 +293,10 @@ class TestShipped:
 
 class TestOperative:
     def test_binds_every_field_even_of_awkward_values(self):
+        """Those of mixers too, where the stack has them."""
+        own = "+".join(name for name, entry in MIXERS.items() if entry.config is not None)
         config = ExperimentConfig(
-            model=ModelConfig(num_layers=2, d_ff=7),
+            model=ModelConfig(num_layers=2, d_ff=7, pattern=("aamoe", own)),
             data=dataclasses.replace(ExperimentConfig().data, data_dir='it\'s \\ "quoted"\n', mixture=(("a", 1e-9),)),
         )
         text = operative_gin(config)
@@ -292,16 +310,36 @@ class TestOperative:
         assert load_experiment([], [operative_gin(config)]) == config
 
 
-def test_rooms_are_found_by_walking_the_schema():
-    assert [room.__name__ for room in rooms()] == [
+class TestRenamed:
+    def test_old_names_bind_the_new_fields_with_a_warning(self, caplog):
+        bindings = [f"{name} = {value!r}" for name, value in OLD_VALUES.items()]
+        model = load_experiment([], ["ModelConfig.pattern = ('local_attention',)", *bindings]).model
+        for name, value in OLD_VALUES.items():
+            owner, field = RENAMED[name].split(".")
+            assert getattr(model.of(own_configs()[owner]), field) == value
+        assert OLD_VALUES.keys() == RENAMED.keys()
+        assert "ModelConfig.depth_capacity is now MixtureOfDepthsConfig.capacity" in caplog.text
+
+    def test_a_complaint_has_the_new_name(self):
+        message = (
+            "--gin_param 'AttentionConfig.window = 0': SparseAttentionConfig.window = 0: must be a positive number"
+        )
+        assert message in refusal([], ["AttentionConfig.window = 0"])
+
+    def test_new_names_warn_of_nothing(self, caplog):
+        load_experiment([], ["SparseAttentionConfig.window = 7"])
+        assert caplog.text == ""
+
+
+def test_configs_are_found_by_walking_the_schema():
+    assert [cls.__name__ for cls in config_classes()] == [
         "ExperimentConfig",
         "ModelConfig",
         "AAMoEConfig",
         "BudgetConfig",
-        "AttentionConfig",
-        "MoEConfig",
         "DataConfig",
         "OptimizerConfig",
         "TrainingConfig",
         "MeshConfig",
+        *own_configs(),
     ]

@@ -61,10 +61,10 @@ class TestAA32:
     def test_stops_where_validity_ends(self):
         """The line through the first two sizes, which attention bends, leads to a depth of 1.55."""
         deep = load_experiment(["mixture_of_depths.gin"], ["DataConfig.seq_len = 16384"])
-        wanted = rebound(deep, {"ModelConfig.depth_capacity": 0.7})
-        assert match(wanted, deep, "ModelConfig.depth_capacity", "flops").value == 0.7
-        whole = rebound(deep, {"ModelConfig.depth_capacity": 1.0})
-        assert match(whole, deep, "ModelConfig.depth_capacity", "flops").value == 1.0
+        wanted = rebound(deep, {"MixtureOfDepthsConfig.capacity": 0.7})
+        assert match(wanted, deep, "MixtureOfDepthsConfig.capacity", "flops").value == 0.7
+        whole = rebound(deep, {"MixtureOfDepthsConfig.capacity": 1.0})
+        assert match(whole, deep, "MixtureOfDepthsConfig.capacity", "flops").value == 1.0
 
     @pytest.mark.parametrize("heads", [1, 4, 6, 12])
     def test_divisors_are_found_one_by_one(self, heads):
@@ -82,7 +82,7 @@ class TestAA32:
             (WIDE, DENSE, "OptimizerConfig.beta1", "parameters", "the closest is"),
             (WIDE, DENSE, "ModelConfig.num_kv_heads", "parameters", r"the closest is 2, with 0\.\d+ times"),
             (WIDE, experiment("moe.gin"), "MoEConfig.top_k", "flops", r"the closest is 8, with 0\.\d+ times"),
-            (WIDE, DENSE, "ModelConfig.depth_capacity", "flops", r"the closest is 1\.0, with 0\.\d+ times"),
+            (WIDE, DENSE, "MixtureOfDepthsConfig.capacity", "flops", r"the closest is 1\.0, with 0\.\d+ times"),
             (AAMOE, DENSE, "ModelConfig.num_layers", "flops", r"the closest is 1, with \d\.\d+ times the flops"),
         ],
     )

@@ -104,7 +104,7 @@ def test_pm_11_what_routing_to_clusters_keeps_and_costs(called):
         ("nothing to thin", "ModelConfig.pattern = ('aamoe',): no layer has 'attention', which is what is thinned"),
         ("words", "--thresholds=much: must be numbers such as 0,0.5,1"),
         ("none", "--clusters_kept=0: must be numbers such as 1,4,16"),
-        ("too many", "AttentionConfig.clusters_kept = 5: must be at most clusters = 4"),
+        ("too many", "ClusteredAttentionConfig.clusters_kept = 5: must be at most clusters = 4"),
         ("both", "give --thresholds or --clusters_kept, one at a time"),
     ],
 )

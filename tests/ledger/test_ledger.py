@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from aamoe_jax.config import AAMoEConfig, AttentionConfig, BudgetConfig, ModelConfig, MoEConfig
+from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig
 from aamoe_jax.ledger.compiled import Trial, beyond_one_turn, compiled
 from aamoe_jax.ledger.published import PRECOMPUTED_SLIP, PRINTED, SLIPS, Symbols, evaluate, formula
 from aamoe_jax.ledger.report import report, symbols_of
 from aamoe_jax.mixers.build import costs
+from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
 from aamoe_jax.mixers.costs import Costs, Setting
+from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
+from aamoe_jax.mixers.experts import MoEConfig
 from aamoe_jax.registry import MIXERS
 from pallas_kernels.block_sparse_attention import Pairs, block_sparse_attention, xla
 from pallas_kernels.block_sparse_attention.operation import Problem
@@ -25,7 +28,7 @@ CONFIG = ModelConfig(
     d_model=1024, num_heads=8, num_layers=1, kernel="xla", aamoe=AAMoEConfig(chunk_size=16, num_experts=16)
 )
 SMALL = dataclasses.replace(
-    CONFIG, d_model=64, num_heads=4, num_kv_heads=2, d_ff=96, dtype="bfloat16", attention=AttentionConfig(clusters=8)
+    CONFIG, d_model=64, num_heads=4, num_kv_heads=2, d_ff=96, dtype="bfloat16", own=(ClusteredAttentionConfig(8),)
 )
 
 
@@ -50,8 +53,8 @@ def test_dec_13_14_the_compiler_agrees(name):
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("filtered_attention", {"attention": AttentionConfig(filter="message_norm", filter_room=0.25)}),
-        ("moe", {"moe": MoEConfig(router="attention", router_input="causal_conv")}),
+        ("filtered_attention", {"own": (FilteredAttentionConfig("message_norm", capacity=0.25),)}),
+        ("moe", {"own": (MoEConfig(router="attention", router_input="causal_conv"),)}),
         ("aamoe", {"aamoe": dataclasses.replace(CONFIG.aamoe, router="pooled")}),
         ("aamoe", {"aamoe": dataclasses.replace(CONFIG.aamoe, key_convolution=True)}),
         ("approximate", {"num_kv_heads": 2}),
@@ -80,9 +83,8 @@ def test_dec_14_in_bfloat16_with_groups_of_heads(name):
 @pytest.mark.parametrize("name", MIXERS)
 def test_dec_15_cache_bytes_are_those_of_the_arrays(name):
     """To the byte, in bfloat16, with groups of heads, at a length that is no multiple of anything."""
-    moe = MoEConfig(router_input="causal_conv")
-    attention = AttentionConfig(filter_room=0.3)
-    config = dataclasses.replace(SMALL, moe=moe, attention=attention)
+    own = MoEConfig(router_input="causal_conv"), FilteredAttentionConfig(capacity=0.3)
+    config = dataclasses.replace(SMALL, own=(*SMALL.own, *own))
     trial = Trial(name, config)
     arrays = jax.eval_shape(lambda params: trial.empty_cache(params, 3, 101), jax.eval_shape(trial.params))
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))

@@ -3,6 +3,7 @@
 import numpy as np
 
 from aamoe_jax.config import ModelConfig
+from aamoe_jax.mixers.attention import SparseAttentionConfig
 from tests.mixers.rows import Rows, heads_of, rms, turned
 
 
@@ -16,18 +17,18 @@ def attention(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig) -> n
 
 
 def local_attention(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig) -> np.ndarray:
-    window = config.attention.window
+    window = config.of(SparseAttentionConfig).window
     return attend(params["parts"]["attention"], h, rows, config, lambda i, j: i - j < window)
 
 
 def strided_attention(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig) -> np.ndarray:
-    stride = config.attention.stride
+    stride = config.of(SparseAttentionConfig).stride
     return attend(params["parts"]["attention"], h, rows, config, lambda i, j: i - j < stride or (i - j) % stride == 0)
 
 
 def sink_attention(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig) -> np.ndarray:
-    window, sinks = config.attention.window, config.attention.sinks
-    return attend(params["parts"]["attention"], h, rows, config, lambda i, j: i - j < window or j < sinks)
+    sparse = config.of(SparseAttentionConfig)
+    return attend(params["parts"]["attention"], h, rows, config, lambda i, j: i - j < sparse.window or j < sparse.sinks)
 
 
 def all_attention(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig) -> np.ndarray:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import numpy as np
 
 from aamoe_jax.config import ModelConfig
+from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
+from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
 from tests.mixers.rows import Rows, heads_of, rms, turned
 
 
@@ -68,8 +70,9 @@ def gated_attention(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig
 
 def filter_gate(params: dict, h: np.ndarray, config: ModelConfig) -> np.ndarray:
     """What the filter multiplies a token's neuron by in every head [b, L, G]; 0 where it is left out."""
-    layer, wanted = params["parts"]["attention"], config.attention.filter_threshold
-    if config.attention.filter == "learned":
+    layer, filtering = params["parts"]["attention"], config.of(FilteredAttentionConfig)
+    wanted = filtering.threshold
+    if filtering.filter == "learned":
         certainty = 1 / (1 + np.exp(-(h @ layer["filter"]["kernel"] + layer["filter_bias"])))
         return np.where(certainty >= wanted, certainty, 0)
     kept = np.ones((*h.shape[:2], config.kv_heads))
@@ -81,7 +84,7 @@ def filter_gate(params: dict, h: np.ndarray, config: ModelConfig) -> np.ndarray:
         outputs = [layer["output"]["kernel"][head * size : (head + 1) * size] for head in heads]
         message_map = np.concatenate([value_map @ output for output in outputs], axis=1)
         message = h[row, j] @ message_map
-        if config.attention.filter == "message_norm" and np.linalg.norm(message) < wanted * np.linalg.norm(message_map):
+        if filtering.filter == "message_norm" and np.linalg.norm(message) < wanted * np.linalg.norm(message_map):
             kept[row, j, group] = 0
     return kept
 
@@ -105,10 +108,11 @@ def clustered_attention(params: dict, h: np.ndarray, rows: Rows, config: ModelCo
     layer = params["parts"]["attention"]
     query, key, value = (projected(layer, name, h, config) for name in ("query", "key", "value"))
     score, centroids = scores_of(query, key, rows, config), heads_of(layer["centroids"], config)
+    count = config.of(ClusteredAttentionConfig).clusters_kept
 
     def head_of(row, i, head, group, seen):
         own = centroids[:, group]
-        best = sorted(range(len(own)), key=lambda c: -own[c] @ query[row, i, head])[: config.attention.clusters_kept]
+        best = sorted(range(len(own)), key=lambda c: -own[c] @ query[row, i, head])[:count]
         nearest = {j: min(range(len(own)), key=lambda c: np.linalg.norm(own[c] - key[row, j, group])) for j in seen}
         kept = [j for j in seen if j == i or nearest[j] in best]
         weights = np.exp([score(row, i, j, head, group) for j in kept])

@@ -3,18 +3,19 @@
 import numpy as np
 
 from aamoe_jax.config import ModelConfig
+from aamoe_jax.mixers.experts import MoEConfig
 from tests.mixers.rows import Rows, softmax
 
 
 def scores_of(layer: dict, h: np.ndarray, rows: Rows, config: ModelConfig, row: int, i: int) -> np.ndarray:
     """What the router says of one token."""
     x = h[row, i].copy()
-    if config.moe.router_input == "causal_conv":
+    if config.of(MoEConfig).router_input == "causal_conv":
         for j in rows.seen(row, i)[:-1]:
             if i - j <= 3:
                 x += layer["router"]["convolution"]["kernel"][i - j - 1] * h[row, j]
     weights = layer["router"]["scores"]
-    if config.moe.router == "linear":
+    if config.of(MoEConfig).router == "linear":
         return x @ weights["kernel"]
     query, key, value = (x @ weights[name] for name in ("query", "key", "value"))
     return np.array([softmax(q * key) @ value for q in query])
@@ -33,8 +34,8 @@ def moe(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig) -> np.ndar
     layer, output = params["parts"]["experts"], np.zeros_like(h)
     for row, i in real(rows):
         r = scores_of(layer, h, rows, config, row, i)
-        best = np.argsort(-r, kind="stable")[: config.moe.top_k]
-        p = softmax(r[best]) if config.moe.coefficients == "softmax_selected" else softmax(r)[best]
+        best = np.argsort(-r, kind="stable")[: config.of(MoEConfig).top_k]
+        p = softmax(r[best]) if config.of(MoEConfig).coefficients == "softmax_selected" else softmax(r)[best]
         output[row, i] = sum(w * expert(layer, h[row, i], e) for w, e in zip(p, best, strict=True))
     return output
 
@@ -49,7 +50,7 @@ def relu_moe(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig) -> np
 
 def switch(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig) -> np.ndarray:
     layer, output, taken = params["parts"]["experts"], np.zeros_like(h), {}
-    moe = config.moe
+    moe = config.of(MoEConfig)
     for row, i in real(rows):
         p = softmax(scores_of(layer, h, rows, config, row, i))
         best = int(p.argmax())

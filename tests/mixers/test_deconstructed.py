@@ -17,7 +17,7 @@ from aamoe_jax.generation.decoder import Decoder
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.deconstructed import PRINCIPLES
-from aamoe_jax.mixers.fixed_maps import fixed_tokens, noise_stream
+from aamoe_jax.mixers.fixed_maps import FixedQKConfig, fixed_tokens, noise_stream
 from aamoe_jax.mixers.recurrent import LEAST_MEAN, running, tally
 from aamoe_jax.mixers.statistics import combine
 from aamoe_jax.model import merge, structure
@@ -243,7 +243,7 @@ class TestFixedMaps:
         assert bytes((fixed_tokens(None, 384, 14) - 3).astype(np.uint8)) == b"Four score and"
         assert fixed_tokens(None, 10, 2000).max() == 9
         config = dataclasses.replace(CONFIG, pattern=("fixed_qk",))
-        given = dataclasses.replace(config, fixed_tokens=file)
+        given = dataclasses.replace(config, own=(FixedQKConfig(file),))
         params, tokens = random_params(config), tokens_of(1, LENGTH)
         assert float(jnp.abs(run(config, params, tokens)[0] - run(given, params, tokens)[0]).max()) > 0.01
 

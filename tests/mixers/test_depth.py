@@ -11,7 +11,7 @@ from flax import nnx
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.cost import forward_flops
 from aamoe_jax.mixers.base import Context
-from aamoe_jax.mixers.depth import MixtureOfDepths, through_flops
+from aamoe_jax.mixers.depth import MixtureOfDepths, MixtureOfDepthsConfig, through_flops
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.training.optimizer import predictor_mask
 from tests.mixers.oracle_depth import through
@@ -19,7 +19,7 @@ from tests.mixers.rows import two_rows
 
 LENGTH = 16
 ROWS = two_rows(LENGTH)
-CONFIG = ModelConfig(d_model=16, num_heads=4, num_layers=2, d_ff=24, depth_capacity=0.25)
+CONFIG = ModelConfig(d_model=16, num_heads=4, num_layers=2, d_ff=24, own=(MixtureOfDepthsConfig(0.25),))
 
 
 def row_mode():
@@ -77,5 +77,5 @@ def test_the_predictor_is_clipped_apart():
 
 
 def test_a_share_that_is_none_is_refused():
-    with pytest.raises(ConfigError, match=r"ModelConfig.depth_capacity = 0.0: must be in \(0, 1\]"):
-        ModelConfig(depth_capacity=0.0)
+    with pytest.raises(ConfigError, match=r"MixtureOfDepthsConfig.capacity = 0.0: must be in \(0, 1\]"):
+        MixtureOfDepthsConfig(capacity=0.0)

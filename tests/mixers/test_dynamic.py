@@ -14,15 +14,15 @@ import pytest
 from flax import nnx
 
 from aamoe_jax.analysis import clusters
-from aamoe_jax.config import AttentionConfig, ConfigError, ModelConfig
+from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.cost import parameter_count
 from aamoe_jax.generation.decoder import Decoder
 from aamoe_jax.generation.sampling import Sampling
 from aamoe_jax.generation.stream import stream
 from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.base import Context
-from aamoe_jax.mixers.clustered import ClusteredAttention
-from aamoe_jax.mixers.dynamic import FilteredAttention, GatedAttention, SquareRootAttention
+from aamoe_jax.mixers.clustered import ClusteredAttention, ClusteredAttentionConfig
+from aamoe_jax.mixers.dynamic import FilteredAttention, FilteredAttentionConfig, GatedAttention, SquareRootAttention
 from aamoe_jax.mixers.feed_forward import FeedForward, SwiGLU
 from tests.aamoe.helpers import apply, context_of, inputs
 from tests.generation.helpers import assert_parity
@@ -34,8 +34,8 @@ SEGMENTS = jnp.asarray([[1] * LENGTH, [1] * 9 + [2] * 11 + [0] * 3])
 REAL = int((SEGMENTS > 0).sum())
 
 
-def config_of(**attention) -> ModelConfig:
-    return ModelConfig(d_model=32, num_heads=4, num_layers=2, attention=AttentionConfig(**attention))
+def config_of(*own) -> ModelConfig:
+    return ModelConfig(d_model=32, num_heads=4, num_layers=2, own=own)
 
 
 def applied(part_type, config: ModelConfig):
@@ -91,11 +91,11 @@ def test_pm_12_a_closed_gate_keeps_a_neuron_out():
     "part_type", [SquareRootAttention, GatedAttention, FilteredAttention, ClusteredAttention], ids=lambda x: x.__name__
 )
 def test_the_map_is_what_values_are_weighed_by(part_type):
-    config = config_of(filter_threshold=0.88, clusters=6, clusters_kept=1)
+    config = config_of(FilteredAttentionConfig(threshold=0.88), ClusteredAttentionConfig(6, 1))
     part = part_type(config, rngs=nnx.Rngs(0))
     h, context = inputs(2, LENGTH), context_of(config, 2, LENGTH, segment_ids=SEGMENTS)
-    output, about = apply(part, h, dataclasses.replace(context, detail="maps"))
-    attention, value = about["attention_map"], part.qkv(h)[2]
+    output, _ = apply(part, h, context)
+    attention, value = part.attention_map(h, context), part.qkv(h)[2]
     mixed = jnp.einsum("bhij,bjhk->bihk", attention, value).reshape(h.shape)
     np.testing.assert_allclose(mixed @ part.output.kernel[...], output, atol=1e-5)
     assert attention.shape == (2, 4, LENGTH, LENGTH)
@@ -104,20 +104,24 @@ def test_the_map_is_what_values_are_weighed_by(part_type):
 
 class TestPM10:
     @pytest.mark.parametrize(
-        "attention",
-        [{"filter": "none"}, {"filter": "message_norm", "filter_threshold": 0.0}, {"filter_threshold": 0.0}],
+        "filtering",
+        [
+            FilteredAttentionConfig("none"),
+            FilteredAttentionConfig("message_norm", threshold=0.0),
+            FilteredAttentionConfig(threshold=0.0),
+        ],
         ids=["none", "message_norm", "learned"],
     )
-    def test_a_threshold_of_zero_keeps_all(self, attention):
+    def test_a_threshold_of_zero_keeps_all(self, filtering):
         """The learned filter too, before it has learned: it adds the same to all scores."""
-        config = config_of(**attention)
+        config = config_of(filtering)
         wanted, _ = applied(CausalAttention, config)
         found, about = applied(FilteredAttention, config)
         np.testing.assert_allclose(found[SEGMENTS > 0], wanted[SEGMENTS > 0], atol=1e-6)
         assert about["neurons_added"] == about["neurons_offered"] == 4 * REAL
 
     def test_what_is_kept_is_counted(self):
-        config = config_of(filter="message_norm", filter_threshold=1.0)
+        config = config_of(FilteredAttentionConfig("message_norm", threshold=1.0))
         _, about = applied(FilteredAttention, config)
         state = nnx.to_pure_dict(nnx.state(FilteredAttention(config, rngs=nnx.Rngs(0))))
         params = jax.tree.map(lambda x: np.asarray(x, np.float64), {"parts": {"attention": state}})
@@ -126,13 +130,13 @@ class TestPM10:
         assert 0.2 < about["neurons_added"] / about["neurons_offered"] < 0.8
 
     def test_a_head_without_neurons_is_silent(self):
-        found, about = applied(FilteredAttention, config_of(filter="message_norm", filter_threshold=50.0))
+        found, about = applied(FilteredAttention, config_of(FilteredAttentionConfig("message_norm", threshold=50.0)))
         np.testing.assert_array_equal(found, 0)
         assert about["neurons_added"] == 0
 
     def test_a_message_is_measured_against_that_of_random_input(self):
         """A threshold means the same whatever the size of W^V and W^O."""
-        config = config_of(filter="message_norm", filter_threshold=1.0)
+        config = config_of(FilteredAttentionConfig("message_norm", threshold=1.0))
         part = FilteredAttention(config, rngs=nnx.Rngs(0))
         h = inputs(64, LENGTH)
         value = part.qkv(h)[2]
@@ -142,7 +146,7 @@ class TestPM10:
         np.testing.assert_allclose(part._message_norm(value), norms, rtol=1e-5)
 
     def test_the_cache_shrinks(self):
-        config = config_of(filter_room=0.5)
+        config = config_of(FilteredAttentionConfig(capacity=0.5))
         small, dense = (
             jax.eval_shape(lambda kind=kind: kind(config, rngs=nnx.Rngs(0)).empty_cache(3, 64))
             for kind in (FilteredAttention, CausalAttention)
@@ -157,12 +161,12 @@ class TestPM10:
         whole = Decoder(config, params, length=places).prefill(list(np.asarray(tokens_of(2, length))))
         kept = max(int(period[0]["attention"].count.max()) for period in whole.caches)
         assert length / 4 < kept < length
-        tight = dataclasses.replace(config, attention=AttentionConfig(filter_room=kept / places))
+        tight = dataclasses.replace(config, own=(FilteredAttentionConfig(capacity=kept / places),))
         assert_parity(tight, params, length=length, starts=starts)
 
     def test_what_finds_no_room_is_counted_and_ends_the_row(self):
         config = dataclasses.replace(
-            config_of(filter="none", filter_room=0.5), pattern=("filtered_attention",), num_layers=1
+            config_of(FilteredAttentionConfig("none", capacity=0.5)), pattern=("filtered_attention",), num_layers=1
         )
         decoder = Decoder(config, params_of(config), length=8)
         state = decoder.prefill([np.asarray(tokens_of(1, 3))[0], np.asarray(tokens_of(1, 4))[0]])
@@ -172,12 +176,12 @@ class TestPM10:
         np.testing.assert_array_equal(state.caches[0][0]["attention"].overflow.reshape(2, 4), [[0] * 4, [1] * 4])
         steps = stream(decoder, list(np.asarray(tokens_of(1, 3))), new_tokens=4, sampling=Sampling(temperature=0.0))
         assert 0 <= next(steps)[0] < config.vocab_size
-        with pytest.raises(ConfigError, match=r"filter_room = 0\.5: a head kept more keys than that"):
+        with pytest.raises(ConfigError, match=r"capacity = 0\.5: a head kept more keys than that"):
             list(steps)
 
     def test_a_learned_filter_learns_to_drop_noise(self):
         """Half the tokens are the wanted one, half are noise, which queries and keys of 0 cannot tell apart."""
-        config = config_of(filter_threshold=0.5)
+        config = config_of(FilteredAttentionConfig(threshold=0.5))
         part = FilteredAttention(config, rngs=nnx.Rngs(0))
         for projection in (part.qkv.query, part.qkv.key):
             projection.kernel[...] = jnp.zeros_like(projection.kernel[...])
@@ -209,14 +213,14 @@ class TestPM10:
 
 class TestPM11:
     def test_all_clusters_are_exact_attention(self):
-        config = config_of(clusters=6, clusters_kept=6)
+        config = config_of(ClusteredAttentionConfig(6, 6))
         wanted, _ = applied(CausalAttention, config)
         found, about = applied(ClusteredAttention, config)
         np.testing.assert_allclose(found[SEGMENTS > 0], wanted[SEGMENTS > 0], atol=1e-6)
         assert about["pairs_compared"] == about["pairs_offered"]
 
     def test_few_clusters_are_compared_to_few_keys(self):
-        config = config_of(clusters=6, clusters_kept=1)
+        config = config_of(ClusteredAttentionConfig(6, 1))
         wanted, _ = applied(CausalAttention, config)
         found, about = applied(ClusteredAttention, config)
         assert jnp.abs(found - wanted).max() > 0.01
@@ -226,7 +230,7 @@ class TestPM11:
 
     def test_recall_grows_to_1_and_is_more_with_the_clusters_of_the_keys(self):
         """Tokens of six kinds."""
-        config = config_of(clusters=6, clusters_kept=2)
+        config = config_of(ClusteredAttentionConfig(6, 2))
         part = ClusteredAttention(config, rngs=nnx.Rngs(0))
         part.qkv.key.kernel[...] = part.qkv.query.kernel[...]  # kinds attend to their own
         part.qkv.query_norm.scale[...] = 4 * part.qkv.query_norm.scale[...]
@@ -275,13 +279,13 @@ def test_pm_15_each_closing_question_has_a_mixer_that_answers_it():
     """A message per head per token? Compare to each token? Gate instead of normalise?"""
     h, context = inputs(2, LENGTH), context_of(config_of(), 2, LENGTH, segment_ids=SEGMENTS)
 
-    def map_of(part_type, **attention) -> np.ndarray:
-        return np.asarray(part_type(config_of(**attention), rngs=nnx.Rngs(0)).attention_map(h, context))[0]
+    def map_of(part_type, *own) -> np.ndarray:
+        return np.asarray(part_type(config_of(*own), rngs=nnx.Rngs(0)).attention_map(h, context))[0]
 
-    messages = map_of(FilteredAttention, filter="message_norm", filter_threshold=1.0)
+    messages = map_of(FilteredAttention, FilteredAttentionConfig("message_norm", threshold=1.0))
     in_a_head = messages.any(1)  # [head, token]: whether anyone saw the token
     assert (in_a_head.any(0) & ~in_a_head.all(0)).any()
-    compared = map_of(ClusteredAttention, clusters=6, clusters_kept=1) > 0
+    compared = map_of(ClusteredAttention, ClusteredAttentionConfig(6, 1)) > 0
     assert compared.sum() < 0.5 * 4 * LENGTH * (LENGTH + 1) / 2
     assert (compared.any(0) & ~compared.all(0)).any()
     gated = map_of(GatedAttention)

@@ -12,19 +12,24 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from aamoe_jax.config import AttentionConfig, ModelConfig, MoEConfig
+from aamoe_jax.config import ModelConfig
+from aamoe_jax.mixers.attention import SparseAttentionConfig
 from aamoe_jax.mixers.build import build_mixer
+from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
+from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
+from aamoe_jax.mixers.experts import MoEConfig
 from aamoe_jax.registry import MIXERS
 from tests.mixers import oracle_attention, oracle_deconstructed, oracle_depth, oracle_dynamic, oracle_experts
 from tests.mixers.rows import two_rows
 
 LENGTH = 11
 ROWS = two_rows(LENGTH)
-ATTENTION = AttentionConfig(window=3, stride=4, sinks=2, filter_threshold=0.88, clusters=5, clusters_kept=2)
-"""Selections that leave something out of so few tokens."""
+SELECTIONS = SparseAttentionConfig(window=3, stride=4, sinks=2), ClusteredAttentionConfig(clusters=5, clusters_kept=2)
+"""They leave something out of so few tokens."""
 MOE = MoEConfig(num_experts=3, expert_width=5, capacity_factor=1.0, capacity_tokens=4)
 """Experts so few that they overflow."""
-CONFIG = ModelConfig(d_model=16, num_heads=4, num_layers=2, d_ff=24, attention=ATTENTION, moe=MOE)
+OWN = (*SELECTIONS, FilteredAttentionConfig(threshold=0.88), MOE)
+CONFIG = ModelConfig(d_model=16, num_heads=4, num_layers=2, d_ff=24, own=OWN)
 GROUPED = ModelConfig(
     d_model=16,
     num_heads=4,
@@ -32,8 +37,11 @@ GROUPED = ModelConfig(
     num_layers=2,
     d_ff=24,
     qk_norm="none",
-    attention=dataclasses.replace(ATTENTION, filter="message_norm", filter_threshold=1.0),
-    moe=dataclasses.replace(MOE, coefficients="softmax_then_topk", router="attention", router_input="causal_conv"),
+    own=(
+        *SELECTIONS,
+        FilteredAttentionConfig(filter="message_norm", threshold=1.0),
+        dataclasses.replace(MOE, coefficients="softmax_then_topk", router="attention", router_input="causal_conv"),
+    ),
 )
 ORACLES = (
     oracle_attention.ORACLES

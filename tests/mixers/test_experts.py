@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from aamoe_jax.config import ConfigError, ModelConfig, MoEConfig
+from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.cost import forward_flops
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.build import build_mixer, costs
 from aamoe_jax.mixers.costs import Setting
 from aamoe_jax.mixers.expert_sum import BLOCK, _lists, expert_sum
+from aamoe_jax.mixers.experts import ExpertRouter, MoEConfig
 from aamoe_jax.mixers.family import top_selected
-from aamoe_jax.mixers.routers import ExpertRouter
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.shards import Shards
 from tests.aamoe.helpers import M, model_config
@@ -30,12 +30,12 @@ from tests.test_model import params_of
 
 D, E, LENGTH = 16, 4, 24
 MOE = MoEConfig(num_experts=E, top_k=2, expert_width=8)
-CONFIG = ModelConfig(d_model=D, num_heads=2, num_layers=1, moe=MOE)
+CONFIG = ModelConfig(d_model=D, num_heads=2, num_layers=1, own=(MOE,))
 
 
 def layer_of(name: str, **changes) -> nnx.Module:
     """The part of a mixer that has the experts."""
-    config = dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, **changes))
+    config = dataclasses.replace(CONFIG, own=(dataclasses.replace(MOE, **changes),))
     return build_mixer(name, config, rngs=nnx.Rngs(0)).parts["experts"]
 
 
@@ -147,7 +147,7 @@ class TestUNI04:
 
 class TestUNI09:
     def test_uni_09_other_tokens_never_change_the_scores(self):
-        config = dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, router="attention"))
+        config = dataclasses.replace(CONFIG, own=(dataclasses.replace(MOE, router="attention"),))
         router = ExpertRouter(config, rngs=nnx.Rngs(0))
         h = tokens()
         context = context_of(ONE_DOCUMENT)
@@ -158,7 +158,7 @@ class TestUNI09:
         assert router.scores.query.shape == (D, E)
 
     def test_experts_that_all_agree_are_scored_by_the_mean_of_their_values(self):
-        config = dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, router="attention"))
+        config = dataclasses.replace(CONFIG, own=(dataclasses.replace(MOE, router="attention"),))
         router = ExpertRouter(config, rngs=nnx.Rngs(0))
         router.scores.query[...] = jnp.zeros((D, E))
         values = tokens() @ router.scores.value[...]
@@ -167,7 +167,7 @@ class TestUNI09:
 
 
 def convolving() -> ExpertRouter:
-    config = dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, router_input="causal_conv"))
+    config = dataclasses.replace(CONFIG, own=(dataclasses.replace(MOE, router_input="causal_conv"),))
     router = ExpertRouter(config, rngs=nnx.Rngs(0))
     router.convolution.kernel[...] = jax.random.normal(jax.random.key(3), (3, D))
     return router
@@ -241,14 +241,16 @@ class TestOptions:
     CONFIG = model_config(
         pattern=("moe+switch+relu_moe",),
         num_layers=1,
-        moe=MoEConfig(
-            num_experts=3,
-            expert_width=8,
-            coefficients="softmax_then_topk",
-            router="attention",
-            router_input="causal_conv",
-            capacity_factor=1.0,
-            capacity_tokens=6,
+        own=(
+            MoEConfig(
+                num_experts=3,
+                expert_width=8,
+                coefficients="softmax_then_topk",
+                router="attention",
+                router_input="causal_conv",
+                capacity_factor=1.0,
+                capacity_tokens=6,
+            ),
         ),
     )
 
@@ -270,7 +272,7 @@ class TestOptions:
 
 class TestCost:
     def test_experts_that_a_token_does_without_cost_nothing(self):
-        few, many = (dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, num_experts=n)) for n in (4, 64))
+        few, many = (dataclasses.replace(CONFIG, own=(dataclasses.replace(MOE, num_experts=n),)) for n in (4, 64))
         model_flops = lambda name, config: costs(name, Setting(config, 1, 1)).model_flops  # noqa: E731
         assert model_flops("moe", many) - model_flops("moe", few) == 2 * D * 60  # scores
         assert model_flops("moe", few) == 2 * D * 4 + 2 * 4 * D * 8

@@ -5,14 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from aamoe_jax.config import ModelConfig, MoEConfig
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import apply_rotary, merge_heads
 from aamoe_jax.mixers.base import Context, causal_mask
 from aamoe_jax.mixers.build import build_mixer
+from aamoe_jax.mixers.experts import MoEConfig
 from aamoe_jax.mixers.family import head_scores, softmax_selected, top_selected
 
 LENGTH = 8
-CONFIG = ModelConfig(d_model=16, num_heads=2, num_layers=1, d_ff=24, moe=MoEConfig(num_experts=4, top_k=2))
+CONFIG = ModelConfig(d_model=16, num_heads=2, num_layers=1, d_ff=24, own=(MoEConfig(num_experts=4, top_k=2),))
 CONTEXT = Context.of_rows(CONFIG, 2, LENGTH)
 H = jax.random.normal(jax.random.key(0), (2, LENGTH, 16))
 

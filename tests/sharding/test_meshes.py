@@ -95,9 +95,9 @@ class TestEveryKindOfLayer:
     def test_groups_of_heads_and_static_selections(self, tmp_path):
         bindings = (
             "ModelConfig.num_kv_heads = 4",
-            "AttentionConfig.window = 24",
-            "AttentionConfig.filter = 'message_norm'",
-            "AttentionConfig.filter_threshold = 1.0",
+            "SparseAttentionConfig.window = 24",
+            "FilteredAttentionConfig.filter = 'message_norm'",
+            "FilteredAttentionConfig.threshold = 1.0",
         )
         assert_same(on_meshes(tmp_path, self.MESHES, *stack("grouped"), *bindings))
 

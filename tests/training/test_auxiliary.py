@@ -14,11 +14,11 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from aamoe_jax.config import DataConfig, ModelConfig, MoEConfig
+from aamoe_jax.config import DataConfig, ModelConfig
 from aamoe_jax.data.tokenizers import ByteTokenizer
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.build import build_mixer
-from aamoe_jax.mixers.experts import weighed_by_load
+from aamoe_jax.mixers.experts import MoEConfig, weighed_by_load
 from aamoe_jax.model import structure
 from aamoe_jax.training.auxiliary import LOSSES, adapted, auxiliary_loss, first_sparsity_weights, loss_weights
 from aamoe_jax.training.checkpoints import load_checkpoint
@@ -34,7 +34,8 @@ DATA = DataConfig(seq_len=SEQ_LEN)
 
 
 def model_of(pattern: str, **values) -> ModelConfig:
-    return ModelConfig(**({"d_model": 16, "num_heads": 2, "num_layers": 1, "pattern": (pattern,), "moe": MOE} | values))
+    fields = {"d_model": 16, "num_heads": 2, "num_layers": 1, "pattern": (pattern,), "own": (MOE,)}
+    return ModelConfig(**fields | values)
 
 
 def gradients_of(pattern: str, accumulate: int):
@@ -93,12 +94,12 @@ class TestBalance:
         assert about["balance_loss"] / 30 == pytest.approx(8 * share @ p.mean(0), rel=1e-5)
 
     def test_it_is_least_where_all_experts_are_used_alike(self):
-        config, context = model_of("moe"), Context.of_rows(model_of("moe"), 1, 8)
+        context = Context.of_rows(model_of("moe"), 1, 8)
         even = jnp.full((1, 8, 8), 1 / 8)
         chosen = jnp.eye(8, dtype=bool)[None]
         assert weighed_by_load(even, chosen, 1, context) / 8 == pytest.approx(1.0)
         one = jnp.zeros((1, 8, 8)).at[..., 0].set(1.0)
-        assert weighed_by_load(one, one > 0, 1, context) / 8 == pytest.approx(config.moe.num_experts)
+        assert weighed_by_load(one, one > 0, 1, context) / 8 == pytest.approx(MOE.num_experts)
 
 
 class TestUNI05:
