@@ -236,7 +236,7 @@ class FilteredAttention(WeightedAttention):
 
     What is kept depends on the token alone, so later tokens change nothing. A head without any neuron gives 0. Heads
     that have keys and values in common have their neurons in common too. While decoding, a cache of `capacity` times
-    the usual size holds the kept neurons alone; what does not fit is counted, and the row's outputs are NaN from then on.
+    the usual size holds the kept neurons alone; what does not fit is counted, and the row's outputs are NaN after it.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
