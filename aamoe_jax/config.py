@@ -246,7 +246,7 @@ class ModelConfig:
                     refuse(self, "pattern", f"layer {layer!r} has {name!r} twice")
         object.__setattr__(self, "pattern", pattern)
         given = {type(config): config for config in self.own}
-        wanted = {MIXERS[name].config for _, name in self.mixers} - {None}
+        wanted = {cls for _, name in self.mixers if (cls := MIXERS[name].config) is not None}
         wanted |= {cls for cls, config in given.items() if config != cls()}
         own = [given.get(cls) or cls() for cls in sorted(wanted, key=lambda cls: cls.__name__)]
         object.__setattr__(self, "own", tuple(own))
@@ -469,9 +469,8 @@ def from_dict(cls: type, values: dict[str, Any]) -> Any:
         raise ConfigError(f"{cls.__name__} has no field {', '.join(unknown)}")
 
     def revive(hint: Any, value: Any) -> Any:
-        if dataclasses.is_dataclass(hint):
-            return from_dict(hint, value)
-        return _tuples(value)
+        is_config = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        return from_dict(hint, value) if is_config else _tuples(value)
 
     own = own_configs()
     arguments = {name: revive(hints[name], value) for name, value in values.items() if name != "own"}

@@ -30,8 +30,8 @@ class Entry:
     """A mixer in the registry."""
 
     name: str
-    cls: type
-    """A `mixers.base.Mixer`: how it computes, decodes, and what it costs."""
+    cls: Any
+    """A subclass of `mixers.base.Mixer`: how it computes, decodes, and what it costs."""
     summary: str
     """One line for the table of mixers."""
     options: Mapping[str, Any]
@@ -45,9 +45,16 @@ class Entry:
     """Whether it reads the token embeddings (`Context.embedded`)."""
     config: type | None
     """A frozen dataclass whose fields can be set in gin, and which `ModelConfig.of` returns; None: it has none."""
+    forms_of_its_own: tuple[Any, ...] | None
+    """Where one class serves several mixers: in place of `Mixer.forms`."""
     fixed_stream: Callable[..., Any] | None
     """What enters the first block of the fixed sequence that it reads (`Context.fixed`): a function of (embed, config,
     positions [1, n], shards), which returns [1, n, d]."""
+
+    @property
+    def forms(self) -> tuple[Any, ...]:
+        """What each of its parts is as a sum over candidates (`mixers.family.Form`)."""
+        return self.cls.forms if self.forms_of_its_own is None else self.forms_of_its_own
 
     @property
     def readable(self) -> bool:
@@ -67,6 +74,7 @@ def register(
     neurons: bool = False,
     embeddings: bool = False,
     config: type | None = None,
+    forms: tuple[Any, ...] | None = None,
     fixed_stream: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Callable[[Class], Class]:
@@ -91,7 +99,7 @@ def register(
         taken = MIXERS.get(name)
         if taken is not None and _place(taken.cls) != _place(cls):
             raise ValueError(f"mixer name {name!r} is that of {_place(taken.cls)}: take another for {_place(cls)}")
-        MIXERS[name] = Entry(name, cls, summary, options, heads, neurons, embeddings, config, fixed_stream)
+        MIXERS[name] = Entry(name, cls, summary, options, heads, neurons, embeddings, config, forms, fixed_stream)
         return cls
 
     return enter
@@ -102,7 +110,7 @@ def own_configs() -> dict[str, type]:
     return {entry.config.__name__: entry.config for entry in MIXERS.values() if entry.config is not None}
 
 
-def _is_config(cls: type) -> bool:
+def _is_config(cls: Any) -> bool:
     if not dataclasses.is_dataclass(cls) or not cls.__dataclass_params__.frozen:
         return False
     missing = dataclasses.MISSING

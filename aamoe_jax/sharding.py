@@ -141,7 +141,7 @@ def _require_storable(config: ModelConfig, size: Mapping[str, int]) -> None:
     specs = jax.tree_util.tree_leaves(parameter_specs(config))
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(shapes), specs, strict=True):
         for length, names in zip(leaf.shape, spec, strict=False):
-            axes = () if names is None else (names,) if isinstance(names, str) else names
+            axes: tuple[str, ...] = () if names is None else (names,) if isinstance(names, str) else names
             parts = math.prod(size[axis] for axis in axes)
             if length % parts:
                 name = jax.tree_util.keystr(path, simple=True, separator="/")

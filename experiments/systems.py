@@ -124,7 +124,7 @@ def report(found: list[System]) -> str:
 def family() -> str:
     """Every mixer as an instance of y = sum f(x) g(x), as a Markdown table: a row for each of its parts (UNI-01)."""
     entries = [MIXERS[name] for name in sorted(MIXERS)]
-    rows = [[entry.name, *form] for entry in entries for form in entry.cls.forms(**entry.options)]
+    rows = [[entry.name, *form] for entry in entries for form in entry.forms]
     return table(["mixer", *Form._fields], rows) + "\n"
 
 

@@ -31,7 +31,7 @@ class Allocation(NamedTuple):
     chunk."""
     log_prob: Float[Array, "b L K"]
     """log P(i, j_k) (eq 15), up to a constant of the token unless the scores are normalised; 0 in unused slots."""
-    count: Int[Array, "b L"]
+    count: Int[Array, "b L"]  # type: ignore[assignment]  # nothing counts the entries of this tuple
     """Resources given."""
 
 
@@ -100,7 +100,8 @@ def candidates(
         is_own = jnp.arange(every.shape[-1]) == own[..., None]
         every = jnp.where(is_own, of_local[..., None], every)
         available |= is_own & context.real[..., None]
-    slots, max_resources = every.shape[-1] + local.first, UNBOUNDED
+    slots = every.shape[-1] + local.first
+    max_resources: Int[Array, ""] | int = UNBOUNDED
     if config.max_resources is not None:  # it grows with a budget scale above 1
         max_scale = max(context.max_scale, 1.0)
         slots = min(slots, math.floor(config.max_resources * max_scale))
@@ -222,7 +223,7 @@ def rank(candidates: Candidates, count: Int[Array, "b L"]) -> Ranking:
     slots = min(candidates.slots, candidates.scores.shape[-1] + local_first)
     scores = jnp.where(candidates.available, candidates.scores, -jnp.inf)
     index, best = select(scores, slots - local_first, count - local_first)
-    if local_first:
+    if candidates.local is not None:
         best = jnp.concatenate([candidates.local[..., None], best], axis=-1)
         index = jnp.concatenate([candidates.own[..., None], index], axis=-1)
     return Ranking(best, index)

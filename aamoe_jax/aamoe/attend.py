@@ -33,7 +33,7 @@ class Attended(NamedTuple):
     attention: Softmax
     mass: Float[Array, "b s K"]
     """Share of the attention on each slot, mean over heads."""
-    overflow: Num[Array, ""] | int = 0
+    overflow: Num[Array, ""] | float = 0
     """Pairs that had no room (`MeshConfig.pair_bound`)."""
 
 

@@ -36,8 +36,6 @@ class Budget(NamedTuple):
     """Its floor."""
     granted: Int[Array, "b L"]
     """B_i: the floor, less what is of no use to the token, and what the cap takes."""
-    log_mean: Float[Array, "b 2"] | None = None
-    """In decoding: see `next_prefix_budget`."""
 
 
 def budget_of_rows(
@@ -77,8 +75,9 @@ def next_budget(
     slack: int,
     log_mean: Float[Array, "b 2"],
     spent: Int[Array, "b"],
-) -> Budget:
-    """`budget_of_rows` of one more token in every row, from the running mean and what was spent before it."""
+) -> tuple[Budget, Float[Array, "b 2"]]:
+    """`budget_of_rows` of one more token in every row, from the running mean (see `next_prefix_budget`) and what was
+    spent before it; and the mean after it."""
     if mode == "prefix":
         budget, log_mean = next_prefix_budget(signal, log_mean, positions, beta)
     else:
@@ -88,7 +87,7 @@ def next_budget(
     if mode in CAPPED:
         # Where the dial was turned down, more may have been spent than is allowed by now.
         granted = jnp.clip(total_allowance(positions + 1, beta, slack) - spent[:, None], 0, granted)
-    return Budget(budget, wanted, granted, log_mean)
+    return Budget(budget, wanted, granted), log_mean
 
 
 def most_pairs(mode: BudgetMode, rows: int, length: int, slots: int, beta: float, slack: int) -> int:

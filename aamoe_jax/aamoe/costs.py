@@ -32,16 +32,15 @@ PAIRS = ("pairs_local", "pairs_context", "pairs_expert")
 class AAMoECosts(Mixer):
     """What an AA-MoE layer costs, and what it is beside other mixers."""
 
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family of mixers."""
-        return Form(
+    forms = (
+        Form(
             "chunks of earlier tokens, and experts",
             "q . k / sqrt(k) + log P(i, j)",
             "the best that the budget buys",
             "softmax over the kept",
             "x W^V and experts' rows, then W^O",
-        )
+        ),
+    )
 
     @staticmethod
     def costs(at: Setting) -> Costs:

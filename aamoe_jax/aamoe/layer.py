@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from aamoe_jax.aamoe import allocation, statistics
+from aamoe_jax.aamoe import allocation, decode, statistics
 from aamoe_jax.aamoe.allocation import Allocation, Candidates
 from aamoe_jax.aamoe.attend import beside_null
 from aamoe_jax.aamoe.budget import IMPORTANCE, Budget, BudgetPredictor, budget_of_rows
 from aamoe_jax.aamoe.costs import AAMoECosts
-from aamoe_jax.aamoe.decode import PagedDecoding
 from aamoe_jax.aamoe.parallel import attend
 from aamoe_jax.aamoe.pooled import PooledRouter
 from aamoe_jax.aamoe.resources import LOCAL, available_chunks
@@ -30,7 +29,7 @@ from aamoe_jax.registry import register
 
 
 @register("aamoe", "chunks of context and experts that a budget buys, in one attention", heads="softmax", neurons=True)
-class AAMoELayer(PagedDecoding, AAMoECosts):
+class AAMoELayer(AAMoECosts):
     """Every token attends to the B_i resources that its budget affords, chunks and experts alike, in one softmax.
 
     Parameters: W^Q, W^K, W^V, W^O; W_c and expert embeddings e_l of a learned router; w_B; expert keys and values
@@ -58,6 +57,8 @@ class AAMoELayer(PagedDecoding, AAMoECosts):
         self.null_logit = null
         self.allocator = allocation.allocator(layer)
         self.local = LOCAL[layer.local]
+
+    empty_cache, prefill, decode = decode.empty_cache, decode.prefill, decode.decode
 
     def __call__(self, h: Float[Array, "b n d"], context: Context) -> tuple[Float[Array, "b n d"], Statistics]:
         """The layer's output, 0 for tokens without budget (AA-26), and its statistics."""
@@ -125,7 +126,7 @@ class AAMoELayer(PagedDecoding, AAMoECosts):
         signal, limit = map(context.gather_rows, (self.budget_signal(h, context), limit))
         slack = self.config.aamoe.budget.slack
         found = budget_of_rows(context.budget, signal, limit, context.segment_ids, context.beta, slack)
-        return Budget(*map(context.part_of_rows, found[:3]))
+        return Budget(*map(context.part_of_rows, found))
 
     def budget_signal(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b L"]:
         """What budgets are made of: w_B . h, or the budget that the predictor guesses."""

@@ -33,11 +33,11 @@ from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS, Shards
 from pallas_kernels.block_sparse_attention import Pairs, Window, block_sparse_attention
 
 
-class Home(NamedTuple):
+class Location(NamedTuple):
     """Where resources are."""
 
     shard: Int[Array, "*slots"]
-    place: Int[Array, "*slots"]
+    row: Int[Array, "*slots"]
     """In the table of that shard: chunks of all rows, then its experts."""
 
 
@@ -62,8 +62,9 @@ def attend(
     own, offset = jnp.divmod(jnp.arange(resource.shape[1]), layer.chunk_size)
     visible = jnp.where(resource == local.partial_chunk(own)[:, None], offset[:, None] + 1, layer.chunk_size)
     pairs, most_beta = Pairs(resource, bias, visible, count), max(config.betas) * context.max_scale
-    options = {
-        "max_pairs": most_pairs(context.budget, *resource.shape, most_beta, layer.budget.slack),
+    rows, length, slots = resource.shape
+    options: dict[str, Any] = {
+        "max_pairs": most_pairs(context.budget, rows, length, slots, most_beta, layer.budget.slack),
         "max_score": max_score,
         "implementation": config.kernel,
     }
@@ -117,7 +118,7 @@ def routed_attention(
     count = heads.key.shape[1] // m
     query = shards.gather(heads.query, RESOURCE)
     bound = pair_bound(max_pairs, shards)
-    pairs, place = _pairs_here(pairs, home_of(pairs.resource, count, experts, shards))
+    pairs, place = _pairs_here(pairs, location_of(pairs.resource, count, experts, shards))
     keys, values = (_spread(x.reshape(len(x), count, m, *x.shape[2:]), shards) for x in (heads.key, heads.value))
     found = block_sparse_attention(
         flatten_tokens(apply_rotary(query, rotary)),
@@ -157,7 +158,8 @@ def window_attention(
     found = block_sparse_attention(
         flatten_tokens(query),
         flatten_tokens(query),
-        *(flatten_tokens(x).reshape(-1, m, *x.shape[2:]) for x in (key, value)),
+        flatten_tokens(key).reshape(-1, m, *key.shape[2:]),
+        flatten_tokens(value).reshape(-1, m, *value.shape[2:]),
         Pairs(nothing, nothing.astype(jnp.float32), nothing, jnp.zeros(len(nothing), jnp.int32)),
         num_context=rows * (s // m + 1),
         max_pairs=0,
@@ -172,9 +174,10 @@ def merge(one: Softmax, other: Softmax) -> Softmax:
     """One softmax over the keys of both."""
     top = _finite(jax.lax.stop_gradient(jnp.maximum(one.lse, other.lse)))
     weights = [jnp.exp(part.lse - top) for part in (one, other)]
-    total = sum(weights)
+    total = weights[0] + weights[1]
     shares = [(weight / jnp.where(total > 0, total, 1))[..., None] for weight in weights]
-    output = sum(part.output.astype(jnp.float32) * share for part, share in zip((one, other), shares, strict=True))
+    outputs = [part.output.astype(jnp.float32) * share for part, share in zip((one, other), shares, strict=True)]
+    output = outputs[0] + outputs[1]
     return Softmax(output.astype(one.output.dtype), _log(total) + top)
 
 
@@ -185,7 +188,7 @@ def pair_bound(max_pairs: int, shards: Shards) -> int:
     return min(max_pairs, math.ceil(shards.pair_bound * max_pairs / shards.resource))
 
 
-def home_of(resource: Int[Array, "b L K"], count: int, experts: int, shards: Shards) -> Home:
+def location_of(resource: Int[Array, "b L K"], count: int, experts: int, shards: Shards) -> Location:
     """Where the resources of rows are, by the row's index.
 
     Args:
@@ -193,24 +196,26 @@ def home_of(resource: Int[Array, "b L K"], count: int, experts: int, shards: Sha
       experts: experts of one shard.
     """
     part, j = jnp.divmod(resource, count)
-    room = -(-count // shards.resource)  # chunks that one part sends to one shard
-    per_row = shards.resource * room
+    sent = -(-count // shards.resource)  # chunks that one part sends to one shard
+    per_row = shards.resource * sent
     row = jnp.arange(len(resource))[:, None, None]
-    chunk = Home(resource % shards.resource, row * per_row + part * room + j // shards.resource)
+    chunk = Location(resource % shards.resource, row * per_row + part * sent + j // shards.resource)
     if experts == 0:
         return chunk
     shard, place = jnp.divmod(resource - count * shards.resource, experts)
     is_chunk = resource < count * shards.resource
-    expert = Home(shard, len(resource) * per_row + place)
-    return Home(*(jnp.where(is_chunk, x, y) for x, y in zip(chunk, expert, strict=True)))
+    expert = Location(shard, len(resource) * per_row + place)
+    return Location(*(jnp.where(is_chunk, x, y) for x, y in zip(chunk, expert, strict=True)))
 
 
-def _pairs_here(pairs: Pairs, home: Home) -> tuple[Pairs, Int[Array, "b L K"]]:
+def _pairs_here(pairs: Pairs, location: Location) -> tuple[Pairs, Int[Array, "b L K"]]:
     """The slots whose resource is here, moved together in their order; and where each slot went, -1 if it is not."""
-    here = (home.shard == jax.lax.axis_index(RESOURCE)) & (jnp.arange(home.shard.shape[-1]) < pairs.count[..., None])
+    here = (location.shard == jax.lax.axis_index(RESOURCE)) & (
+        jnp.arange(location.shard.shape[-1]) < pairs.count[..., None]
+    )
     place = jnp.where(here, jnp.cumsum(here, -1) - 1, -1)
-    moved = (_move(x, place) for x in (home.place, pairs.bias, pairs.visible))
-    return Pairs(*moved, here.sum(-1, dtype=jnp.int32)), place
+    resource, bias, visible = (_move(x, place) for x in (location.row, pairs.bias, pairs.visible))
+    return Pairs(resource, bias, visible, here.sum(-1, dtype=jnp.int32)), place
 
 
 @jax.checkpoint  # so that of [b, L, K, K] nothing is kept
@@ -225,11 +230,11 @@ def _at(place: Int[Array, "b L K"]) -> Bool[Array, "b L K K"]:
 
 
 def _spread(chunks: Float[Array, "b c m H k"], shards: Shards) -> Float[Array, "C m H k"]:
-    """Chunk j of every row goes to shard j mod R: the chunks that are here afterwards, as `home_of` counts them."""
+    """Chunk j of every row goes to shard j mod R: the chunks that are here afterwards, as `location_of` counts them."""
     rows, count = chunks.shape[:2]
-    room = -(-count // shards.resource)
-    chunks = jnp.pad(chunks, ((0, 0), (0, shards.resource * room - count), *((0, 0),) * 3))
-    chunks = chunks.reshape(rows, room, shards.resource, *chunks.shape[2:])
+    each = -(-count // shards.resource)
+    chunks = jnp.pad(chunks, ((0, 0), (0, shards.resource * each - count), *((0, 0),) * 3))
+    chunks = chunks.reshape(rows, each, shards.resource, *chunks.shape[2:])
     first = jax.lax.axis_index(RESOURCE) * count  # where in the row this part begins
     chunks = jnp.roll(chunks, first % shards.resource, axis=2)
     sent = jax.lax.all_to_all(chunks, RESOURCE, split_axis=2, concat_axis=1, tiled=True)

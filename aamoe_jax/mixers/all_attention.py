@@ -54,6 +54,9 @@ class AllAttention(Part):
     """
 
     label = "attention"
+    forms = (
+        Form("earlier tokens and `d_ff` rows", "q . k / sqrt(k)", "all", "one softmax", "x W^V and rows, then W^O"),
+    )
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.qkv = QueryKeyValue(config, rngs=rngs)
@@ -65,13 +68,6 @@ class AllAttention(Part):
         self.memory_keys = nnx.Param(jax.random.normal(rngs.params(), shape), axes=axes)
         self.memory_values = nnx.Param(jax.random.normal(rngs.params(), shape), axes=axes)
         self.config = config
-
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family."""
-        return Form(
-            "earlier tokens and `d_ff` rows", "q . k / sqrt(k)", "all", "one softmax", "x W^V and rows, then W^O"
-        )
 
     @staticmethod
     def costs(at: Setting) -> Costs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Literal
 
 import jax
@@ -13,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig, require_positive
 from aamoe_jax.layers import Projection, QueryKeyValue, apply_rotary, merge_heads, residual_gain
-from aamoe_jax.mixers.base import Context, Statistics, causal_mask
-from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
+from aamoe_jax.mixers.base import Cache, Context, Statistics, causal_mask
+from aamoe_jax.mixers.cache import empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, key_value_cache, projections, rotated, squares
 from aamoe_jax.mixers.family import Form, head_mix, head_scores, softmax_selected
 from aamoe_jax.mixers.parts import Part
@@ -22,13 +21,6 @@ from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
 Selector = Literal["all", "window", "strided", "sinks"]
-
-_KEPT = {
-    "all": "all",
-    "window": "the last `window` tokens",
-    "strided": "the last `stride` tokens, and every `stride`-th before",
-    "sinks": "the last `window` tokens, and the first `sinks` of the document",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +43,7 @@ class CausalAttention(Part):
     """softmax(q K^T / sqrt(k)) V over the token's own document, and W^O over all heads (AA-03, AA-04, DEC-02)."""
 
     label = "attention"
+    forms = (Form("earlier tokens", "q . k / sqrt(k)", "all", "softmax over the kept", "x W^V, then W^O"),)
     has_map = True
 
     def __init__(self, config: ModelConfig, selector: Selector = "all", *, rngs: nnx.Rngs):
@@ -61,11 +54,6 @@ class CausalAttention(Part):
         self.config = config
         self.selector: Selector = selector
         self.sparse = config.of(SparseAttentionConfig)
-
-    @staticmethod
-    def form(selector: Selector = "all") -> Form:
-        """The instance of the family."""
-        return Form("earlier tokens", "q . k / sqrt(k)", _KEPT[selector], "softmax over the kept", "x W^V, then W^O")
 
     @staticmethod
     def costs(at: Setting) -> Costs:
@@ -90,17 +78,15 @@ class CausalAttention(Part):
         mask = context.shards.part(self._visible(context), RESOURCE)
         return softmax_selected(head_scores(query, context.shards.gather(key, RESOURCE)), mask[:, None])
 
-    def empty_cache(self, rows: int, length: int) -> KeyValueCache:
+    def empty_cache(self, rows: int, length: int) -> Cache:
         return empty_cache(self.config, rows, length)
 
-    def fill(self, h: Float[Array, "b L d"], context: Context, cache: KeyValueCache) -> KeyValueCache:
+    def fill(self, h: Float[Array, "b L d"], context: Context, cache: Cache) -> Cache:
         """The cache after a prompt."""
         _, key, value = self._rotated(h, context)
         return cache.fill(key, value)
 
-    def decode(
-        self, h: Float[Array, "b 1 d"], context: Context, cache: KeyValueCache
-    ) -> tuple[Float[Array, "b 1 d"], KeyValueCache]:
+    def decode(self, h: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
         """One more token in every row."""
         query, key, value = self._rotated(h, context)
         cache = cache.write(context.positions, key, value)
@@ -145,14 +131,29 @@ def selected(
     return jnp.broadcast_to(keeps, jnp.broadcast_shapes(distance.shape, position.shape))
 
 
-_static = functools.partial(register, heads="softmax", config=SparseAttentionConfig)
-_static("local_attention", "attention to the last `window` tokens", selector="window")(CausalAttention)
-_static("strided_attention", "attention to the last `stride` tokens, and every `stride`-th", selector="strided")(
-    CausalAttention
-)
-_static("sink_attention", "attention to the last `window` and the first `sinks` tokens", selector="sinks")(
-    CausalAttention
-)
+for _name, _selector, _summary, _kept in (
+    ("local_attention", "window", "the last `window` tokens", "the last `window` tokens"),
+    (
+        "strided_attention",
+        "strided",
+        "the last `stride` tokens, and every `stride`-th",
+        "the last `stride` tokens, and every `stride`-th before",
+    ),
+    (
+        "sink_attention",
+        "sinks",
+        "the last `window` and the first `sinks` tokens",
+        "the last `window` tokens, and the first `sinks` of the document",
+    ),
+):
+    register(
+        _name,
+        f"attention to {_summary}",
+        heads="softmax",
+        config=SparseAttentionConfig,
+        forms=(CausalAttention.forms[0]._replace(selection=_kept),),
+        selector=_selector,
+    )(CausalAttention)
 
 
 class WeightedAttention(CausalAttention):

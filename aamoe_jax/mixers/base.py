@@ -27,7 +27,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -40,7 +39,8 @@ from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS, WHOLE, Shards
 
 BudgetMode = Literal["row", "prefix", "predictor", "predictor_uncapped"]
 Detail = Literal["sums", "tokens", "resources", "maps"]
-Statistics = dict[str, Array | np.ndarray]
+Statistics = dict[str, Any]
+"""Arrays: sums over tokens on the device, NumPy's once they are on the host."""
 Cache = Any
 """A pytree of arrays that a mixer makes and reads."""
 
@@ -147,6 +147,8 @@ class Context:
 class Mixer(nnx.Module):
     """What all mixers have: see the top of this file. Costs are functions of the config alone: no mixer is built."""
 
+    forms: ClassVar[tuple[Form, ...]] = (Form(*["not said"] * len(Form._fields)),)
+    """What each of its parts is as a sum over candidates, for the table of mixers."""
     losses: ClassVar[tuple[str, ...]] = ()
     """Which of `training.auxiliary.LOSSES` its statistics hold, of those that are weighed by their layers."""
 
@@ -182,16 +184,6 @@ class Mixer(nnx.Module):
         return jnp.take_along_axis(self(cache, row)[0], context.positions[..., None], axis=1), cache
 
     @classmethod
-    def form(cls, **options: Any) -> Form:
-        """What it is as a sum over candidates, for the table of mixers."""
-        return Form(*["not said"] * len(Form._fields))
-
-    @classmethod
-    def forms(cls, **options: Any) -> list[Form]:
-        """One for each of its parts."""
-        return [cls.form(**options)]
-
-    @classmethod
     def costs(cls, at: Setting) -> Costs:
         """Of one layer of this mixer, in closed form.
 
@@ -214,11 +206,11 @@ class Mixer(nnx.Module):
         return {}
 
     @staticmethod
-    def extra_flops(at: Setting, members: Sequence[type[Mixer]], statistics: Statistics) -> float:
+    def extra_flops(at: Setting, members: Sequence[Any], statistics: Statistics) -> float:
         """FLOPs of a forward pass beyond the model FLOPs in `costs`, for mixers whose work depends on the text.
 
         Args:
-          members: the mixers of one period of the stack that share this method.
+          members: the classes of the mixers of one period that share this method.
           statistics: of all layers of the stack; a figure may be missing, and then changes nothing.
         """
         return 0.0

@@ -65,18 +65,17 @@ class ClusteredAttention(WeightedAttention):
     Keys outside the chosen clusters are masked, not skipped: this measures what routing loses, it saves no time.
     """
 
+    forms = (
+        Form(
+            "earlier tokens", "q . k / sqrt(k)", "the clusters with the best q . centroid", "softmax", "x W^V, then W^O"
+        ),
+    )
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         self.clustering = config.of(ClusteredAttentionConfig)
         shape = (self.clustering.clusters, config.kv_heads * config.head_dim)
         self.centroids = nnx.Param(jax.random.normal(rngs.params(), shape), axes=(None, "heads"))
-
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family."""
-        return Form(
-            "earlier tokens", "q . k / sqrt(k)", "the clusters with the best q . centroid", "softmax", "x W^V, then W^O"
-        )
 
     @staticmethod
     def costs(at: Setting) -> Costs:

@@ -45,6 +45,7 @@ class TokenMLP(Part):
     """
 
     label = "mlp"
+    forms = (Form("hidden units", "x . k", "all", "SiLU(x . k) (x . u)", "rows of V, then W^O"),)
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width = config.d_model
@@ -52,11 +53,6 @@ class TokenMLP(Part):
         self.up = Projection(width, width, axes=("storage", "heads"), rngs=rngs)
         self.down = Projection(width, width, axes=("heads", "storage"), rngs=rngs)
         self.output = Projection(width, width, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config))
-
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family."""
-        return Form("hidden units", "x . k", "all", "SiLU(x . k) (x . u)", "rows of V, then W^O")
 
     @staticmethod
     def costs(at: Setting) -> Costs:

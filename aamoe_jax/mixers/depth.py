@@ -41,7 +41,7 @@ class DepthCache(NamedTuple):
     """Keys and values of the tokens that went through, one after the other."""
 
     attention: KeyValueCache
-    count: Int[Array, "b"]
+    count: Int[Array, "b"]  # type: ignore[assignment]  # nothing counts the entries of this tuple
 
 
 def through_flops(config: ModelConfig, length: int, share: float) -> float:
@@ -85,6 +85,12 @@ class MixtureOfDepthsConfig:
 class MixtureOfDepths(Mixer):
     """r_i (MHA(h) + FF(h))_i for the tokens that were chosen, 0 for the others."""
 
+    forms = (
+        Form(
+            "earlier tokens", "q . k / sqrt(k)", "the row's best C by w . h", "w . h times softmax", "x W^V, then W^O"
+        ),
+    )
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
         width = config.d_model
@@ -92,13 +98,6 @@ class MixtureOfDepths(Mixer):
         self.feed_forward = FeedForward(config, rngs=rngs)
         self.router = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (width,)), axes=(None,))
         self.predictor = TokenPredictor(width, PREDICTOR_WIDTH, rngs=rngs)
-
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family."""
-        return Form(
-            "earlier tokens", "q . k / sqrt(k)", "the row's best C by w . h", "w . h times softmax", "x W^V, then W^O"
-        )
 
     @staticmethod
     def costs(at: Setting) -> Costs:
@@ -123,7 +122,7 @@ class MixtureOfDepths(Mixer):
         return shares(statistics, {name: (part, "depth_tokens") for name, part in parts.items()})
 
     @staticmethod
-    def extra_flops(at: Setting, members: Sequence[type[Mixer]], statistics: Statistics) -> float:
+    def extra_flops(at: Setting, members: Sequence[Any], statistics: Statistics) -> float:
         """The tokens that really went through, less those that were meant to."""
         if "depth_tokens" not in statistics:
             return 0.0

@@ -51,10 +51,7 @@ class SquareRootAttention(WeightedAttention):
     The root keeps the size of a sum of independent terms; what tokens have in common still grows with sqrt(n).
     """
 
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family."""
-        return Form("earlier tokens", "q . k / sqrt(k)", "all", "scores / sqrt(n)", "x W^V, then W^O")
+    forms = (Form("earlier tokens", "q . k / sqrt(k)", "all", "scores / sqrt(n)", "x W^V, then W^O"),)
 
     @staticmethod
     def costs(at: Setting) -> Costs:
@@ -104,14 +101,11 @@ class GatedAttention(WeightedAttention):
     Gates g are a second projection of tokens, normed and rotated like keys; both scores are over sqrt(k) (PM-12).
     """
 
+    forms = (Form("earlier tokens", "q . k and q . g", "all", "silu(q . g) (q . k) / sqrt(n)", "x W^V, then W^O"),)
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         self.gate = Projection(config.d_model, config.kv_heads * config.head_dim, axes=("storage", "heads"), rngs=rngs)
-
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family."""
-        return Form("earlier tokens", "q . k and q . g", "all", "silu(q . g) (q . k) / sqrt(n)", "x W^V, then W^O")
 
     @staticmethod
     def costs(at: Setting) -> Costs:
@@ -168,7 +162,7 @@ class FilteredCache(NamedTuple):
     """Keys and values of those added, at the front."""
     log_gate: Float[Array, "B N"]
     """What the filter adds to their scores; -inf where there is none."""
-    count: Int[Array, "B"]
+    count: Int[Array, "B"]  # type: ignore[assignment]  # nothing counts the entries of this tuple
     overflow: Int[Array, "B"]
     """Neurons that did not fit."""
 
@@ -239,6 +233,12 @@ class FilteredAttention(WeightedAttention):
     the usual size holds the kept neurons alone; what does not fit is counted, and the row's outputs are NaN after it.
     """
 
+    forms = (
+        Form(
+            "earlier tokens", "q . k / sqrt(k) + log gate", "those that the filter keeps", "softmax", "x W^V, then W^O"
+        ),
+    )
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         self.filtering = config.of(FilteredAttentionConfig)
@@ -246,13 +246,6 @@ class FilteredAttention(WeightedAttention):
             axes = ("storage_float32", "heads")
             self.filter = Projection(config.d_model, config.kv_heads, axes=axes, rngs=rngs, gain=0.0)
             self.filter_bias = nnx.Param(jnp.full(config.kv_heads, KEPT_AT_START), axes=("heads",))
-
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family."""
-        return Form(
-            "earlier tokens", "q . k / sqrt(k) + log gate", "those that the filter keeps", "softmax", "x W^V, then W^O"
-        )
 
     @staticmethod
     def costs(at: Setting) -> Costs:

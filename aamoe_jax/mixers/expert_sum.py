@@ -83,7 +83,10 @@ def _sum_backward(kept: tuple[Operands, Array], gradient: Float[Array, "T d"]) -
         _, pull = jax.vjp(_one_expert, *_of_block(operands, expert, tokens))
         found = pull(gradient.at[tokens].get(mode="fill", fill_value=0).astype(jnp.float32))
         places = tokens, expert, expert, (tokens, expert)
-        return tuple(x.at[at].add(y, mode="drop") for x, at, y in zip(total, places, found, strict=True))
+        x, keys, values, coefficients = (
+            x.at[at].add(y, mode="drop") for x, at, y in zip(total, places, found, strict=True)
+        )
+        return x, keys, values, coefficients
 
     total = jax.lax.fori_loop(0, lists.blocks.sum(), add, tuple(map(_zeros_like, operands)))
     return tuple(x.astype(like.dtype) for x, like in zip(total, operands, strict=True)), None

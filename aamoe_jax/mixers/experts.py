@@ -215,7 +215,7 @@ class Experts(Part):
         return config.of(MoEConfig).top_k
 
     @staticmethod
-    def extra_flops(at: Setting, members: Sequence[type[Experts]], statistics: Statistics) -> float:
+    def extra_flops(at: Setting, members: Sequence[Any], statistics: Statistics) -> float:
         """Experts that really computed a token, less those that were meant to."""
         if "moe_load" not in statistics:
             return 0.0
@@ -234,11 +234,7 @@ class TopKExperts(Experts):
     """The k experts of the highest scores (UNI-03), and Switch's loss to balance them."""
 
     losses = ("balance_loss",)
-
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family."""
-        return Form("experts", "x W", "the k highest", "softmax over the kept, or over all", "V_l ReLU(K_l x)")
+    forms = (Form("experts", "x W", "the k highest", "softmax over the kept, or over all", "V_l ReLU(K_l x)"),)
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         scores, real = self.router(h, context), real_tokens(context)
@@ -268,11 +264,7 @@ class ReLUExperts(Experts):
     """
 
     losses = ("sparsity_loss",)
-
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family."""
-        return Form("experts", "x W", "those with x W > 0", "ReLU", "V_l ReLU(K_l x)")
+    forms = (Form("experts", "x W", "those with x W > 0", "ReLU", "V_l ReLU(K_l x)"),)
 
     @staticmethod
     def experts_per_token(config: ModelConfig) -> int:
@@ -314,11 +306,7 @@ class SwitchExperts(Experts):
     """
 
     losses = ("balance_loss",)
-
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family."""
-        return Form("experts", "x W", "the highest, if it has room", "softmax over all", "V_l ReLU(K_l x)")
+    forms = (Form("experts", "x W", "the highest, if it has room", "softmax over all", "V_l ReLU(K_l x)"),)
 
     @classmethod
     def costs(cls, at: Setting) -> Costs:

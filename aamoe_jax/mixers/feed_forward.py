@@ -20,17 +20,13 @@ class FeedForward(Part):
     """FF(x) = V ReLU(x K) with K, V of d x d_ff and no bias."""
 
     label = "feed_forward"
+    forms = (Form("hidden units", "x . k", "those with x . k > 0", "ReLU", "rows of V"),)
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.key = Projection(config.d_model, config.ff_width, axes=("storage", "heads"), rngs=rngs)
         self.value = Projection(
             config.ff_width, config.d_model, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config)
         )
-
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family."""
-        return Form("hidden units", "x . k", "those with x . k > 0", "ReLU", "rows of V")
 
     @staticmethod
     def costs(at: Setting) -> Costs:
@@ -52,19 +48,13 @@ class SwiGLU(Part):
     """(silu(x W^gate) (x W^in)) W^out: every hidden unit has a gate of its own (PM-02)."""
 
     label = "feed_forward"
+    forms = (Form("hidden units", "x . k and x . g", "all", "silu(x . g) (x . k)", "rows of W^out"),)
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        inwards = {"axes": ("storage", "heads"), "rngs": rngs}
-        self.gate = Projection(config.d_model, config.swiglu_width, **inwards)
-        self.key = Projection(config.d_model, config.swiglu_width, **inwards)
-        self.value = Projection(
-            config.swiglu_width, config.d_model, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config)
-        )
-
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family."""
-        return Form("hidden units", "x . k and x . g", "all", "silu(x . g) (x . k)", "rows of W^out")
+        d, width = config.d_model, config.swiglu_width
+        self.gate = Projection(d, width, axes=("storage", "heads"), rngs=rngs)
+        self.key = Projection(d, width, axes=("storage", "heads"), rngs=rngs)
+        self.value = Projection(width, d, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config))
 
     @staticmethod
     def costs(at: Setting) -> Costs:

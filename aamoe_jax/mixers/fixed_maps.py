@@ -108,12 +108,6 @@ class FixedMapAttention(WeightedAttention):
         self.stream = stream
 
     @staticmethod
-    def form(stream: Literal["random_qk", "fixed_qk"]) -> Form:
-        """The instance of the family."""
-        source = "noise" if stream == "random_qk" else "a fixed text"
-        return Form("earlier tokens", f"q . k / sqrt(k) of {source}", "all", "softmax", "x W^V, then W^O")
-
-    @staticmethod
     def costs(at: Setting) -> Costs:
         """The map of one row for all; values and W^O of every row. Decoding reads its row of the map.
 
@@ -182,10 +176,7 @@ class StaticAttention(CausalAttention):
     Rotary positions are those of standard attention. Embeddings enter the stack at unit size, and are not normed again.
     """
 
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family."""
-        return Form("earlier tokens", "q . k / sqrt(k) of their embeddings", "all", "softmax", "x W^V, then W^O")
+    forms = (Form("earlier tokens", "q . k / sqrt(k) of their embeddings", "all", "softmax", "x W^V, then W^O"),)
 
     @staticmethod
     def costs(at: Setting) -> Costs:
@@ -195,6 +186,7 @@ class StaticAttention(CausalAttention):
     def _rotated(
         self, h: Float[Array, "b s d"], context: Context
     ) -> tuple[Float[Array, "b s H k"], Float[Array, "b s G k"], Float[Array, "b s G k"]]:
+        assert context.embedded is not None, "the model puts them in for mixers that are registered with embeddings"
         query, key, _ = super()._rotated(context.embedded, context)
         return query, key, split_heads(self.qkv.value(h), self.config.head_dim)
 
@@ -236,7 +228,12 @@ def _of_text(embed: Callable, config: ModelConfig, places: Int[Array, "1 n"], sh
     return embed(jnp.asarray(fixed_tokens(config.of(FixedQKConfig).tokens, config.vocab_size, length))[places], shards)
 
 
-register("random_qk", "the attention map of noise", fixed_stream=_of_noise, stream="random_qk")(FixedMapAttention)
-register(
-    "fixed_qk", "the attention map of a fixed text", config=FixedQKConfig, fixed_stream=_of_text, stream="fixed_qk"
-)(FixedMapAttention)
+for _name, _map, _stream in (("random_qk", "noise", _of_noise), ("fixed_qk", "a fixed text", _of_text)):
+    register(
+        _name,
+        f"the attention map of {_map}",
+        config=FixedQKConfig if _name == "fixed_qk" else None,
+        forms=(Form("earlier tokens", f"q . k / sqrt(k) of {_map}", "all", "softmax", "x W^V, then W^O"),),
+        fixed_stream=_stream,
+        stream=_name,
+    )(FixedMapAttention)

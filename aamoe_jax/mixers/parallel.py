@@ -7,7 +7,6 @@ from flax import nnx
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.costs import Costs, Setting
-from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.feed_forward import FeedForward
 from aamoe_jax.mixers.parts import SideBySide
 from aamoe_jax.registry import register
@@ -17,13 +16,10 @@ from aamoe_jax.registry import register
 class Parallel(SideBySide):
     """MHA(h) + FF(h)."""
 
+    forms = (*CausalAttention.forms, *FeedForward.forms)
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__({"attention": CausalAttention, "feed_forward": FeedForward}, config, rngs=rngs)
-
-    @staticmethod
-    def forms() -> list[Form]:
-        """Of attention, and of the feed-forward."""
-        return [CausalAttention.form(), FeedForward.form()]
 
     @staticmethod
     def costs(at: Setting) -> Costs:

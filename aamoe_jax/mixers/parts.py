@@ -50,13 +50,14 @@ class SideBySide(Mixer):
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         h = context.shards.gather(h, TENSOR)
-        total, statistics = 0.0, {}
+        outputs, statistics = [], dict[str, Any]()
         for part in self.parts.values():
             output, found = part(h, context)
-            total, statistics = total + output, statistics | found
+            outputs.append(output)
+            statistics |= found
             if part.has_map and context.detail == "maps":
                 statistics["attention_map"] = part.attention_map(h, context)
-        return context.shards.scatter_sum(total, TENSOR), statistics
+        return context.shards.scatter_sum(sum(outputs[1:], outputs[0]), TENSOR), statistics
 
     def empty_cache(self, rows: int, length: int) -> dict[str, Any]:
         """The caches of all parts."""
@@ -70,5 +71,5 @@ class SideBySide(Mixer):
         self, h: Float[Array, "b 1 d"], context: Context, cache: dict[str, Any]
     ) -> tuple[Float[Array, "b 1 d"], dict[str, Any]]:
         """One more token in every row."""
-        found = {name: part.decode(h, context, cache[name]) for name, part in self.parts.items()}
-        return sum(output for output, _ in found.values()), {name: after for name, (_, after) in found.items()}
+        outputs, caches = zip(*(part.decode(h, context, cache[name]) for name, part in self.parts.items()), strict=True)
+        return sum(outputs[1:], outputs[0]), dict(zip(self.parts, caches, strict=True))

@@ -45,12 +45,9 @@ class ApproximateAttention(WeightedAttention):
     rotary embedding of standard attention; of the squares it does not depend on distances alone.
     """
 
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family."""
-        return Form(
-            "earlier tokens", "q . k / sqrt(k)", "all", "its second-order series over the sum", "x W^V, then W^O"
-        )
+    forms = (
+        Form("earlier tokens", "q . k / sqrt(k)", "all", "its second-order series over the sum", "x W^V, then W^O"),
+    )
 
     @staticmethod
     def costs(at: Setting) -> Costs:
@@ -179,10 +176,7 @@ class NonApproximateAttention(CausalAttention):
     queries, where there is one, comes before SiLU, which makes nothing longer: it bounds s_j all the same.
     """
 
-    @staticmethod
-    def form() -> Form:
-        """The instance of the family."""
-        return Form("earlier tokens", "SiLU(q_j) . k_j / sqrt(k)", "all", "softmax", "x W^V, then W^O")
+    forms = (Form("earlier tokens", "SiLU(q_j) . k_j / sqrt(k)", "all", "softmax", "x W^V, then W^O"),)
 
     @staticmethod
     def costs(at: Setting) -> Costs:

@@ -4,15 +4,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aamoe_jax.aamoe.parallel import home_of, pair_bound
+from aamoe_jax.aamoe.parallel import location_of, pair_bound
 from aamoe_jax.shards import Shards
 
 
 def homes(rows: int, count: int, experts: int, shards: int) -> tuple[np.ndarray, np.ndarray]:
     """(shard, place) of every resource of every row, rows first; `count` chunks per part, `experts` per shard."""
     resource = jnp.broadcast_to(jnp.arange((count + experts) * shards), (rows, 1, (count + experts) * shards))
-    home = home_of(resource, count, experts, Shards(resource=shards))
-    return np.asarray(home.shard)[:, 0], np.asarray(home.place)[:, 0]
+    at = location_of(resource, count, experts, Shards(resource=shards))
+    return np.asarray(at.shard)[:, 0], np.asarray(at.row)[:, 0]
 
 
 @pytest.mark.parametrize(
