@@ -109,7 +109,9 @@ class TestLinks:
 
     def test_every_picture_is_shown_or_linked(self):
         everything = "".join(PAGES.values())
-        assert not [path.name for path in DOCS.rglob("*.png") if path.name not in everything]
+        assert not [
+            path.name for kind in ("*.png", "*.svg") for path in DOCS.rglob(kind) if path.name not in everything
+        ]
 
 
 # Python.
