@@ -24,7 +24,6 @@ from aamoe_jax.training.checkpoints import FOLDER, CheckpointStore
 from aamoe_jax.training.evaluation import Validation
 from aamoe_jax.training.interrupt import Agreement, Interrupt
 from aamoe_jax.training.metrics import Clock, MetricsLog, Record, skipped_record, train_record
-from aamoe_jax.training.nonfinite import IN_A_ROW
 from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.profile import Profiler, ProfileWindow
 from aamoe_jax.training.progress import Progress
@@ -33,6 +32,8 @@ from aamoe_jax.training.state import Placement, TrainState, abstract_state, init
 from aamoe_jax.training.step import Metrics, TrainStep, make_train_step
 from aamoe_jax.training.watchdog import Watchdog
 
+IN_A_ROW = 10
+"""So many steps in a row that are not finite end a run that skips them: what is wrong is not in the batches."""
 BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
@@ -37,29 +38,20 @@ def learning_rate(config: OptimizerConfig, steps: int, update: Int[Array, ""] | 
 
 def decay_mask(params: Any) -> Any:
     """True for what weight decay shrinks: matrices and the embedding table, not vectors and not persistent rows."""
-
-    def decays(path: tuple[Any, ...], leaf: Any) -> bool:
-        names = _names(path)
-        dimensions = leaf.ndim - (names[0] == STACKED)
-        return dimensions >= 2 and names[-1] not in PERSISTENT_ROWS
-
-    return jax.tree_util.tree_map_with_path(decays, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf.ndim - (path[0].key == STACKED) >= 2 and path[-1].key not in PERSISTENT_ROWS, params
+    )
 
 
 def predictor_mask(params: Any) -> Any:
     """True for the parameters of budget predictors, which learn beside the model and not with it."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: PREDICTOR in _names(path), params)
-
-
-def model_mask(params: Any) -> Any:
-    """True for all but the budget predictors."""
-    return jax.tree.map(lambda member: not member, predictor_mask(params))
+    return jax.tree_util.tree_map_with_path(lambda path, _: any(part.key == PREDICTOR for part in path), params)
 
 
 def gradient_norm(gradients: Any) -> Float[Array, ""]:
     """Global norm of the model's gradients, before clipping, without the budget predictors."""
-    kept = zip(jax.tree.leaves(gradients), jax.tree.leaves(model_mask(gradients)), strict=True)
-    return optax.tree.norm([gradient for gradient, member in kept if member])
+    leaves = zip(jax.tree.leaves(gradients), jax.tree.leaves(predictor_mask(gradients)), strict=True)
+    return optax.tree.norm([gradient for gradient, of_predictor in leaves if not of_predictor])
 
 
 def build_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
@@ -67,7 +59,7 @@ def build_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransf
     clip = optax.clip_by_global_norm(config.clip_norm)
     return optax.chain(
         # Clipped apart: under one norm a predictor's loss would change the steps of the model.
-        optax.masked(clip, model_mask),
+        optax.masked(clip, lambda params: jax.tree.map(operator.not_, predictor_mask(params))),
         optax.masked(clip, predictor_mask),
         optax.adamw(
             lambda update: learning_rate(config, steps, update),
@@ -77,7 +69,3 @@ def build_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransf
             mask=decay_mask,
         ),
     )
-
-
-def _names(path: tuple[Any, ...]) -> list[str]:
-    return jax.tree_util.keystr(path, simple=True, separator="/").split("/")

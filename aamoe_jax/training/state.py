@@ -44,16 +44,10 @@ class Placement(NamedTuple):
     """The mesh as the model sees it."""
     params: dict[str, Any]
     """PartitionSpecs like the parameters."""
-
-    @property
-    def replicated(self) -> NamedSharding:
-        """On every device."""
-        return NamedSharding(self.mesh, PartitionSpec())
-
-    @property
-    def batch(self) -> NamedSharding:
-        """Of an array [rows, L] of a batch: every device has whole rows."""
-        return NamedSharding(self.mesh, RULES.spec("rows", None))
+    replicated: NamedSharding
+    """On every device."""
+    batch: NamedSharding
+    """Of an array [rows, L] of a batch: every device has whole rows."""
 
     def put_params(self, params: dict[str, Any]) -> dict[str, Array]:
         """Parameters on their devices."""
@@ -93,7 +87,9 @@ def place(config: ExperimentConfig, devices: Sequence[jax.Device] | None = None)
     """
     mesh = make_mesh(config.mesh, devices)
     require_divisible(config, mesh.shape)
-    return Placement(mesh, Shards.of_mesh(mesh, config.mesh.pair_bound), parameter_specs(config.model))
+    replicated, rows = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), RULES.spec("rows", None)))
+    shards = Shards.of_mesh(mesh, config.mesh.pair_bound)
+    return Placement(mesh, shards, parameter_specs(config.model), replicated, rows)
 
 
 def build_state(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:

@@ -22,12 +22,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import ExperimentConfig
-from aamoe_jax.mixers.base import BudgetMode
+from aamoe_jax.mixers.base import BudgetMode, Statistics
 from aamoe_jax.mixers.statistics import combine, over_all_devices
 from aamoe_jax.model import merge
 from aamoe_jax.shards import AXES, TOKENS, Shards, sum_over_all
 from aamoe_jax.training.auxiliary import Weights, adapted, auxiliary_loss, loss_weights
-from aamoe_jax.training.nonfinite import keep_finite, updates_made
 from aamoe_jax.training.optimizer import gradient_norm, learning_rate
 from aamoe_jax.training.state import Placement, TrainState
 from pallas_kernels.varying import varying
@@ -56,23 +55,27 @@ def make_train_step(
     compute = functools.partial(
         gradients_and_metrics, graphdef, accumulate=config.training.accumulate, shards=placement.shards
     )
-    divided = over_mesh(compute, placement, (placement.params, PartitionSpec()), PartitionSpec())
+    gradients_of = over_mesh(compute, placement, (placement.params, PartitionSpec()), PartitionSpec())
     count_bytes = target_bytes(byte_lengths, placement)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        gradients, metrics = divided(state.params, batch, loss_weights(config.model, state.sparsity_weight))
+        gradients, metrics = gradients_of(state.params, batch, loss_weights(config.model, state.sparsity_weight))
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+        # The optimizer's own count, which leaves out the steps that were skipped.
+        _, updates_made = optax.tree.get_all_with_path(state.optimizer, "count")[0]
         metrics |= {
             "bytes": count_bytes(batch),
             "grad_norm": gradient_norm(gradients),
-            "learning_rate": learning_rate(config.optimizer, config.training.steps, updates_made(state.optimizer)),
+            "learning_rate": learning_rate(config.optimizer, config.training.steps, updates_made),
             "sparsity_weight": state.sparsity_weight,
         }
         params = optax.apply_updates(state.params, updates)
         sparsity_weight = adapted(state.sparsity_weight, metrics["statistics"], config.model)
         after = TrainState(state.step + 1, params, optimizer_state, state.key, sparsity_weight)
         if config.training.nonfinite == "skip":
-            after = keep_finite(jnp.isfinite(metrics["nll"]) & jnp.isfinite(metrics["grad_norm"]), after, state)
+            finite = jnp.isfinite(metrics["nll"]) & jnp.isfinite(metrics["grad_norm"])
+            kept = jax.tree.map(functools.partial(jnp.where, finite), after, state)
+            after = kept._replace(step=after.step)  # so that the next batch follows
         return after, metrics
 
     return train_step
@@ -89,10 +92,10 @@ def make_eval_step(
         count = sum_over_all(shards.part(batch["loss_mask"], TOKENS).sum())
         return {"nll": sum_over_all(nll), "count": count, "statistics": over_all_devices(statistics)}
 
-    divided, count_bytes = over_mesh(sums, placement, PartitionSpec()), target_bytes(byte_lengths, placement)
+    sums_of, count_bytes = over_mesh(sums, placement, PartitionSpec()), target_bytes(byte_lengths, placement)
 
     def eval_step(params: dict[str, Any], batch: Batch) -> Metrics:
-        return divided(params, batch) | {"bytes": count_bytes(batch)}
+        return sums_of(params, batch) | {"bytes": count_bytes(batch)}
 
     return eval_step
 
@@ -145,7 +148,7 @@ def gradients_and_metrics(
 
 def negative_log_likelihood(
     graphdef: nnx.GraphDef, params: dict[str, Any], batch: Batch, shards: Shards, budget: BudgetMode | None = None
-) -> tuple[Float[Array, ""], dict[str, Array]]:
+) -> tuple[Float[Array, ""], Statistics]:
     """Sum of -log p over the targets here that count, in nats and float32, and the model's statistics."""
     model = merge(graphdef, params)
     logits, statistics = model(batch["tokens"], batch["segment_ids"], batch["positions"], budget=budget, shards=shards)

@@ -8,13 +8,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec
 
 from aamoe_jax.config import DataConfig
 from aamoe_jax.data import ByteTokenizer
 from aamoe_jax.model import merge, structure
-from aamoe_jax.training.nonfinite import updates_made
 from aamoe_jax.training.optimizer import build_optimizer, gradient_norm
 from aamoe_jax.training.state import initial_state, place
 from aamoe_jax.training.step import (
@@ -46,6 +46,11 @@ def dense_run(nonfinite: str = "stop"):
     first = initial_state(config.model, optimizer, 0, placement)
     step = jax.jit(make_train_step(config, graphdef, optimizer, BYTES, placement), donate_argnums=0)
     return placement, step, lambda: jax.tree.map(lambda leaf: leaf.copy(), first)
+
+
+def updates_made(state) -> set[int]:
+    """The optimizer's own counts."""
+    return {int(count) for _, count in optax.tree.get_all_with_path(state.optimizer, "count")}
 
 
 def on_device(batch: dict) -> dict:
@@ -146,12 +151,12 @@ class TestNotFinite:
         assert not jnp.isfinite(metrics["nll"])
         assert int(after.step) == 1
         assert_same_bits((after.params, after.optimizer), before)
-        assert updates_made(after.optimizer) == 0
+        assert updates_made(after) == {0}
 
     def test_one_that_is_finite_is_the_step_of_a_run_that_stops(self):
         (placement, step, state), (_, plain, _) = dense_run("skip"), dense_run()
         batch = placement.put(random_batch())
         skipping, stopping = step(state(), batch), plain(state(), batch)
         assert_same_bits(skipping[0].params, stopping[0].params)
-        assert updates_made(skipping[0].optimizer) == 1
+        assert updates_made(skipping[0]) == {1}
         assert skipping[1]["learning_rate"] == stopping[1]["learning_rate"] > 0
