@@ -16,6 +16,7 @@ Several processes write one checkpoint together, each its part of the arrays, to
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -28,7 +29,6 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -107,10 +107,10 @@ def find_checkpoint(path: Path, which: Which = "latest") -> Path:
         raise CheckpointError(f"there is no checkpoint in {str(path)!r}: pass a run folder or one of its checkpoints")
     if which == "latest":
         return folder / str(steps[-1])
-    losses = {step: loss for step in steps if (loss := _validation_loss(folder / str(step))) is not None}
-    if not losses:
+    best = _best({step: _validation_loss(folder / str(step)) for step in steps})
+    if best is None:
         raise CheckpointError(f"no checkpoint in {str(path)!r} was evaluated, so none is the best: take the latest")
-    return folder / str(min(losses, key=losses.__getitem__))
+    return folder / str(best)
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -153,7 +153,7 @@ def read_config(directory: Path, meta: Meta) -> ExperimentConfig:
         ) from error
 
 
-class CheckpointStore:
+class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
     """The checkpoints of one run: writes them beside the training, keeps the newest and the best.
 
     What goes wrong while writing is raised by the next call, whichever it is, as a SaveError.
@@ -168,14 +168,16 @@ class CheckpointStore:
         _silence_orbax()
         self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
 
-    def __enter__(self) -> CheckpointStore:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
             self.close()
-        else:
-            self._abandon(error)
+        elif jax.process_count() == 1:  # others may never finish their part
+            # Finish what is being written, and let no second error hide the one that is on its way out.
+            try:
+                self.close()
+            except SaveError as second:
+                if error is not second and not isinstance(error, SaveError):
+                    print(f"error: {second}", file=sys.stderr)
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
@@ -281,8 +283,7 @@ class CheckpointStore:
         if not distributed.is_first():
             return
         steps = self.steps()
-        losses = {step: loss for step in steps if (loss := self._losses[step]) is not None}
-        kept = set(steps[-self._keep_last :]) | ({min(losses, key=losses.__getitem__)} if losses else set())
+        kept = {*steps[-self._keep_last :], _best({step: self._losses[step] for step in steps})}
         for step in set(steps) - kept:
             shutil.rmtree(self._directory(step))
 
@@ -294,23 +295,14 @@ class CheckpointStore:
         if distributed.is_loss(error):
             distributed.end_lost(error)
         step, self._writing = self._writing, None
-        self._losses.pop(step, None)
+        if step is not None:
+            self._losses.pop(step, None)
         if distributed.is_first():
             self._remove_unfinished()
         steps = self.steps()
         last = f"the newest complete one is of step {steps[-1]}" if steps else "there is no earlier one"
         reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         return SaveError(f"the checkpoint of step {step} could not be written to {self.folder}: {reason}; {last}")
-
-    def _abandon(self, error: BaseException | None) -> None:
-        """Another error is on its way out: finish what is being written, and let no second error hide the first."""
-        if jax.process_count() > 1:
-            return  # the others may never finish their part
-        try:
-            self.close()
-        except SaveError as second:
-            if error is not second and not isinstance(error, SaveError):
-                print(f"error: {second}", file=sys.stderr)
 
 
 def library_versions() -> dict[str, str]:
@@ -320,7 +312,7 @@ def library_versions() -> dict[str, str]:
 
 def unanimous(read: Callable[[], Read]) -> Read:
     """What `read` returns. A checkpoint that one process cannot read, none of them takes: it raises on all."""
-    result = own = None
+    own = None
     try:
         result = read()
     except CheckpointError as error:
@@ -328,8 +320,8 @@ def unanimous(read: Callable[[], Read]) -> Read:
     complaints = distributed.gather(distributed.unique("read"), str(own) if own else "")
     if own is not None:
         raise own
-    if any(complaints):
-        raise CorruptCheckpointError(next(filter(None, complaints)))
+    for complaint in filter(None, complaints):
+        raise CorruptCheckpointError(complaint)
     return result
 
 
@@ -420,6 +412,12 @@ def _validation_loss(directory: Path) -> float | None:
         return read_meta(directory)["validation_loss"]
     except CheckpointError:
         return None  # whoever wants to load it will be told
+
+
+def _best(losses: dict[int, float | None]) -> int | None:
+    """The step with the lowest loss, if any was evaluated; of equal ones the first."""
+    known = [(loss, step) for step, loss in losses.items() if loss is not None]
+    return min(known)[1] if known else None
 
 
 @functools.cache

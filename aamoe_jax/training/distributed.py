@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import re
 import signal
 import socket
 import sys
-from typing import NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 from jax._src import distributed as jax_distributed  # the client has no public name; Orbax takes it from here too
@@ -38,23 +39,15 @@ _GO_ON = "start all of them again: they go on from the newest checkpoint"
 _numbers = itertools.count()
 
 
-class Cluster(NamedTuple):
-    """Where process 0 is, how many there are, and which one this is."""
-
-    address: str
-    count: int
-    index: int
-
-    @classmethod
-    def parse(cls, text: str) -> Cluster:
-        """From `HOST:PORT,NUM,INDEX`."""
-        match = re.fullmatch(r"(?P<address>[^,\s]+:\d+),(?P<count>\d+),(?P<index>\d+)", text)
-        if match is None or not int(match["index"]) < int(match["count"]):
-            raise ConfigError(
-                f"--distributed={text!r}: must be auto, or HOST:PORT,NUM,INDEX: where process 0 listens, how many "
-                "processes there are, and which one this is, counted from 0, such as 10.0.0.1:8476,4,0"
-            )
-        return cls(match["address"], int(match["count"]), int(match["index"]))
+def parse(text: str) -> tuple[str, int, int]:
+    """`HOST:PORT,NUM,INDEX`: the address of process 0, how many processes there are, and which one this is."""
+    match = re.fullmatch(r"([^,\s]+:\d+),(\d+),(\d+)", text)
+    if match is None or not int(match[3]) < int(match[2]):
+        raise ConfigError(
+            f"--distributed={text!r}: must be auto, or HOST:PORT,NUM,INDEX: where process 0 listens, how many "
+            "processes there are, and which one this is, counted from 0, such as 10.0.0.1:8476,4,0"
+        )
+    return match[1], int(match[2]), int(match[3])
 
 
 def initialize(text: str) -> None:
@@ -68,24 +61,28 @@ def initialize(text: str) -> None:
     """
     # It takes SIGTERM away from Python. What it is for is in `interrupt.Agreement`.
     jax.config.update("jax_enable_preemption_service", False)
-    patience = {"initialization_timeout": START_SECONDS, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
+    meet = functools.partial(
+        jax.distributed.initialize,
+        initialization_timeout=START_SECONDS,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+    )
     if text == AUTO:
         _say_on_abort(f"the processes of the run did not meet within {START_SECONDS} s: are all of them started?")
         try:
-            jax.distributed.initialize(**patience)
+            meet()
         except ValueError as error:
             raise ConfigError(
                 f"--distributed=auto: no cluster is known here ({error}); name it: --distributed=HOST:PORT,NUM,INDEX"
             ) from error
     else:
-        cluster = Cluster.parse(text)
-        if cluster.index == 0:
-            _require_free(cluster.address)
+        address, count, index = parse(text)
+        if index == 0:
+            _require_free(address)
         _say_on_abort(
-            f"process {cluster.index} of {cluster.count} did not meet the others at {cluster.address} within "
+            f"process {index} of {count} did not meet the others at {address} within "
             f"{START_SECONDS} s: are all of them started, each with its own INDEX, and can they reach that port?"
         )
-        jax.distributed.initialize(*cluster, **patience)
+        meet(address, count, index)
     _say_on_abort(f"{this_process()}JAX gave up, as it does when {_LOST}: what it knows is above; {_GO_ON}")
 
 
@@ -112,12 +109,16 @@ def gather(name: str, value: str) -> list[str]:
     """
     if jax.process_count() == 1:
         return [value]
-    client = jax_distributed.global_state.client
+    client = _client()
     client.key_value_set(f"{name}/{jax.process_index()}", value)
     client.wait_at_barrier(name, AGREE_SECONDS * 1000)
     # One request for all answers: one for each would be the square of the processes.
     answers = {int(path.rsplit("/", 1)[1]): answer for path, answer in client.key_value_dir_get(f"{name}/")}
     return [answers[index] for index in range(jax.process_count())]
+
+
+def _client() -> Any:
+    return jax_distributed.global_state.client
 
 
 def wait_for_all(what: str) -> None:
@@ -128,7 +129,7 @@ def wait_for_all(what: str) -> None:
 def announce(name: str, value: str) -> None:
     """Tells all processes, unless one of them has already said something under this name."""
     try:
-        jax_distributed.global_state.client.key_value_set(f"{name}/announced", value)
+        _client().key_value_set(f"{name}/announced", value)
     except jax.errors.JaxRuntimeError as error:
         if "ALREADY_EXISTS" not in str(error):
             raise
@@ -136,8 +137,7 @@ def announce(name: str, value: str) -> None:
 
 def announced(name: str) -> str | None:
     """What was announced under a name, so far."""
-    said = jax_distributed.global_state.client.key_value_dir_get(f"{name}/")
-    return dict(said).get(f"{name}/announced")
+    return dict(_client().key_value_dir_get(f"{name}/")).get(f"{name}/announced")
 
 
 def is_loss(error: BaseException) -> bool:
@@ -166,7 +166,7 @@ def leave(code: int) -> NoReturn:
     for processes that are in the middle of a step that cannot end without this one.
     """
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # the others go on, until they miss this one
-        jax_distributed.global_state.client.wait_at_barrier("aamoe/leave", LEAVE_SECONDS * 1000)
+        _client().wait_at_barrier("aamoe/leave", LEAVE_SECONDS * 1000)
     leave_at_once(code)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
-from types import FrameType, TracebackType
+from typing import Any
 
 import jax
 
@@ -14,21 +15,21 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_SECONDS = 1.0
 
 
-class Interrupt:
+class Interrupt(contextlib.AbstractContextManager["Interrupt"]):
     """Inside the `with`, the first signal is noted in `requested`; a second one does what it always did."""
 
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
-        self._previous: dict[signal.Signals, object] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupt:
         self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: object) -> None:
         self.requested = signal.Signals(number)
         self._restore()
 
@@ -37,7 +38,7 @@ class Interrupt:
             signal.signal(number, handler)
 
 
-class Agreement:
+class Agreement(contextlib.AbstractContextManager["Agreement"]):
     """Which step is the last, once a signal has reached any process: the same one for all.
 
     A step is made by all processes or by none, and they are never at the same place. So each promises its steps one by
@@ -55,7 +56,8 @@ class Agreement:
         """What was asked for, on whichever process."""
         self._interrupt = interrupt
         self._wish, self._answers = distributed.unique("stop"), distributed.unique("promised")
-        self._promised, self._last = step, None
+        self._promised = step
+        self._last: int | None = None
         self._lock = threading.Lock()
         self._settled, self._ended = threading.Event(), threading.Event()
         self._listener = threading.Thread(target=self._listen, name="stop", daemon=True)
@@ -65,7 +67,7 @@ class Agreement:
             self._listener.start()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._listener.ident is not None:
             self._listener.join()

@@ -8,15 +8,12 @@ left anyway.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import importlib.util
 import json
 import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -34,8 +31,7 @@ TIMING_FIELDS = ("steps_per_second", "tokens_per_second", "mfu", "data_wait")
 Record = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """How fast a stretch of steps was."""
 
     seconds_per_step: float
@@ -47,6 +43,9 @@ class Clock:
     """Times stretches of steps. Evaluation and checkpoints do not count, waiting for data does."""
 
     def __init__(self, step: int):
+        self._begin(step)
+
+    def _begin(self, step: int) -> None:
         self._step, self._start = step, time.perf_counter()
         self._waited = self._paused = 0.0
 
@@ -68,7 +67,7 @@ class Clock:
         """The stretch since the last reading, which ends with `step`; begins the next one."""
         seconds = max(time.perf_counter() - self._start - self._paused, 1e-9)
         timing = Timing(seconds / max(step - self._step, 1), min(self._waited / seconds, 1.0))
-        self.__init__(step)
+        self._begin(step)
         return timing
 
 
@@ -113,7 +112,7 @@ def loss_fields(sums: dict[str, Any]) -> Record:
     return fields | ({"bits_per_byte": nll / math.log(2) / size} if size else {})
 
 
-class MetricsLog:
+class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
     """Writes records, if this is process 0; on resume first drops those of steps that will be done again."""
 
     def __init__(self, run_dir: Path, *, resume_step: int, tensorboard: str):
@@ -121,14 +120,14 @@ class MetricsLog:
         self._file = self._writer = None
         if not distributed.is_first():
             return
-        _truncate(self._path, resume_step)
+        kept = [record for record in read_metrics(run_dir) if record["step"] <= resume_step]
+        incomplete = self._path.with_suffix(".incomplete")
+        incomplete.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        incomplete.replace(self._path)
         self._file = self._path.open("ab", buffering=0)
         self._writer = _tensorboard_writer(run_dir / "tensorboard", resume_step) if tensorboard == "on" else None
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
         if self._writer is not None:
@@ -151,30 +150,17 @@ class MetricsLog:
 def read_metrics(run_dir: Path) -> list[Record]:
     """The records of a run, oldest first; a last line that was cut off is left out."""
     path = run_dir / FILE
-    return _records(path.read_text(encoding="utf-8")) if path.exists() else []
-
-
-def _records(text: str) -> list[Record]:
-    lines = text.splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
-def _truncate(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    kept = [record for record in _records(path.read_text(encoding="utf-8")) if record["step"] <= step]
-    incomplete = path.with_suffix(".incomplete")
-    incomplete.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    incomplete.replace(path)
-
-
 def _tensorboard_writer(directory: Path, resume_step: int) -> Any:
-    if importlib.util.find_spec("tensorboardX") is None:
+    try:
+        import tensorboardX
+    except ImportError as error:
         raise ConfigError(
             "TrainingConfig.tensorboard = 'on': needs tensorboardX: pip install 'aamoe_jax[tensorboard]', or 'off'"
-        )
-    import tensorboardX
-
+        ) from error
     return tensorboardX.SummaryWriter(str(directory), purge_step=resume_step + 1)
 
 

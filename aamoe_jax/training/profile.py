@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import re
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from aamoe_jax.config import ConfigError
 
-FOLDER = "profile"
 
-
-@dataclasses.dataclass(frozen=True)
-class ProfileWindow:
+class ProfileWindow(NamedTuple):
     """Steps START to STOP, both included."""
 
     start: int
@@ -31,17 +27,14 @@ class ProfileWindow:
         return cls(int(match[1]), int(match[2]))
 
 
-class Profiler:
+class Profiler(contextlib.AbstractContextManager["Profiler"]):
     """Traces the steps of a window, if there is one, into the run folder."""
 
     def __init__(self, window: ProfileWindow | None, run_dir: Path):
-        self._window, self._directory = window, run_dir / FOLDER
+        self._window, self._directory = window, run_dir / "profile"
         self._tracing = False
 
-    def __enter__(self) -> Profiler:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def before(self, step: int) -> None:
@@ -52,7 +45,7 @@ class Profiler:
 
     def after(self, step: int, result: Any) -> None:
         """Ends the trace when the window closes, once `result` is computed."""
-        if self._tracing and step == self._window.stop:
+        if self._tracing and self._window is not None and step == self._window.stop:
             jax.block_until_ready(result)
             self.close()
 

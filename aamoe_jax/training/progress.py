@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from types import TracebackType
-from typing import Any
 
 import numpy as np
 import tqdm
@@ -13,7 +12,7 @@ from aamoe_jax.training import distributed
 from aamoe_jax.training.metrics import Record
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager["Progress"]):
     """Shows training records as they come, if this is process 0."""
 
     def __init__(self, start: int, steps: int):
@@ -21,10 +20,7 @@ class Progress:
         disable = None if distributed.is_first() else True  # None: where there is no terminal
         self._bar = tqdm.tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True, disable=disable)
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.close()
 
     def restart_clock(self) -> None:
@@ -62,7 +58,7 @@ class Progress:
 
 def _figures(record: Record) -> str:
     parts = [_loss(record), f"{record['tokens_per_second']:,.0f} tokens/s"]
-    layers: dict[str, Any] = record.get("layers", {})
+    layers = record.get("layers", {})
     if "spent" in layers:
         parts.append(f"{np.mean(layers['spent']):.2f} resources/token")
         if dropped := max(layers["overflow"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 from typing import Any
@@ -58,7 +59,7 @@ def restore_newest(
     for step in reversed(steps):
         directory = store.folder / str(step)
         try:
-            meta = unanimous(lambda directory=directory: read_meta(directory))
+            meta = unanimous(functools.partial(read_meta, directory))
             refuse_other_experiment(meta, config, datasets)
             state = store.restore(step, like, meta)
         except CorruptCheckpointError as error:
@@ -75,11 +76,8 @@ def refuse_other_experiment(meta: Meta, config: ExperimentConfig, datasets: dict
     """Raises a ConfigError that lists what changed, unless nothing did that steps depend on."""
     with contextlib.suppress(ConfigError):  # fields that have moved since are compared where they are now
         meta = meta | {"config": to_dict(from_dict(ExperimentConfig, meta["config"]))}
-    changed = {
-        name: values
-        for name, values in changed_fields(meta["config"], to_dict(config), ExperimentConfig).items()
-        if name not in FREE_FIELDS
-    }
+    fields = changed_fields(meta["config"], to_dict(config), ExperimentConfig)
+    changed = {name: values for name, values in fields.items() if name not in FREE_FIELDS}
     for name, dataset in datasets.items():
         for digest in ("corpus_digest", "tokenizer_digest"):
             old, new = meta["datasets"].get(name, {}).get(digest), dataset.get(digest)
@@ -97,18 +95,14 @@ def refuse_other_experiment(meta: Meta, config: ExperimentConfig, datasets: dict
 def changed_fields(old: dict[str, Any], new: dict[str, Any], cls: type) -> dict[str, tuple[Any, Any]]:
     """The fields in which two configs as dicts differ, under the names by which gin binds them."""
     one, other = _flatten(old, cls), _flatten(new, cls)
-    names = [*one, *(name for name in other if name not in one)]
-    return {
-        name: (one.get(name, "absent"), other.get(name, "absent"))
-        for name in names
-        if one.get(name, "absent") != other.get(name, "absent")
-    }
+    both = {name: (one.get(name, "absent"), other.get(name, "absent")) for name in one | other}
+    return {name: (was, now) for name, (was, now) in both.items() if was != now}
 
 
 def _flatten(values: dict[str, Any], cls: type) -> dict[str, Any]:
     """`Config.field` -> value as it reads after a trip through JSON, where a tuple is a list."""
-    configs = {field.name: field.default_factory for field in dataclasses.fields(cls)}
-    flat = {}
+    configs: dict[str, Any] = {field.name: field.default_factory for field in dataclasses.fields(cls)}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         if name == "own":
             for owner, fields in value.items():

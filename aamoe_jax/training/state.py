@@ -49,14 +49,18 @@ class Placement(NamedTuple):
     batch: NamedSharding
     """Of an array [rows, L] of a batch: every device has whole rows."""
 
+    def of_params(self) -> dict[str, Any]:
+        """Where every parameter lies."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.params)
+
     def put_params(self, params: dict[str, Any]) -> dict[str, Array]:
         """Parameters on their devices."""
-        return jax.device_put(params, jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.params))
+        return jax.device_put(params, self.of_params())
 
     def shard(self, rows: int) -> tuple[int, int]:
         """(index, count): in which of how many equal parts of a batch all rows are that this process needs."""
         places = self.batch.addressable_devices_indices_map((rows, 1)).values()
-        starts, stops = zip(*(place[0].indices(rows)[:2] for place in places), strict=True)
+        starts, stops = zip(*(place[0].indices(rows)[:2] for place in places if place), strict=True)
         size = max(stops) - min(starts)
         return (min(starts) // size, rows // size) if rows % size == 0 and min(starts) % size == 0 else (0, 1)
 
@@ -66,17 +70,11 @@ class Placement(NamedTuple):
         Args:
           rows: of the batch of all processes; None: as many as given.
         """
-
-        def divide(x: np.ndarray) -> Array:
-            shape = (len(x) if rows is None else rows, *x.shape[1:])
-            first = self.shard(shape[0])[0] * len(x)
-            parts = []
-            for device, index in self.batch.addressable_devices_indices_map(shape).items():
-                start, stop, _ = index[0].indices(shape[0])
-                parts.append(jax.device_put(x[start - first : stop - first], device))
-            return jax.make_array_from_single_device_arrays(shape, self.batch, parts)
-
-        return {name: divide(x) for name, x in batch.items()}
+        with jax.transfer_guard_host_to_device("allow"):  # this one is meant
+            return {
+                name: jax.make_array_from_process_local_data(self.batch, x, (rows or len(x), *x.shape[1:]))
+                for name, x in batch.items()
+            }
 
 
 def place(config: ExperimentConfig, devices: Sequence[jax.Device] | None = None) -> Placement:
@@ -112,26 +110,22 @@ def abstract_state(
 ) -> tuple[nnx.GraphDef, TrainState]:
     """The structure of the model, and the state as shapes with shardings: nothing is computed."""
     shapes = jax.eval_shape(lambda: build_state(config, optimizer, 0))
-    shardings = _shardings(shapes, optimizer, placement)
-    like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
-    return structure(config), like
+    shardings = jax.tree.map(lambda _: placement.replicated, shapes)
+    # What the optimizer has of every parameter lies beside it.
+    beside = optax.tree.map_params(
+        optimizer,
+        lambda _, at: at,
+        shapes.optimizer,
+        placement.of_params(),
+        transform_non_params=lambda _: placement.replicated,
+    )
+    return structure(config), _laid(shapes, shardings._replace(params=placement.of_params(), optimizer=beside))
 
 
 def abstract_params(config: ModelConfig, placement: Placement) -> dict[str, Any]:
     """The parameters as shapes with shardings: nothing is computed."""
-    shapes = jax.eval_shape(lambda: split(LanguageModel(config, rngs=nnx.Rngs(0)))[1])
-
-    def at(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(placement.mesh, spec))
-
-    return jax.tree.map(at, shapes, placement.params)
+    return _laid(jax.eval_shape(lambda: split(LanguageModel(config, rngs=nnx.Rngs(0)))[1]), placement.of_params())
 
 
-def _shardings(shapes: TrainState, optimizer: optax.GradientTransformation, placement: Placement) -> TrainState:
-    """Where every array of the state lies: the optimizer's beside the parameters that they are of."""
-    params = jax.tree.map(lambda spec: NamedSharding(placement.mesh, spec), placement.params)
-    at = placement.replicated
-    beside = optax.tree.map_params(
-        optimizer, lambda _, sharding: sharding, shapes.optimizer, params, transform_non_params=lambda _: at
-    )
-    return TrainState(at, params, beside, at, at)
+def _laid(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from aamoe_jax.training import distributed
@@ -44,7 +43,7 @@ class Stretch(NamedTuple):
     limits: tuple[float, float]
 
 
-class Watchdog:
+class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     """Watches the main thread from another one.
 
     The main thread may be stuck in a collective that nothing can interrupt, so the process ends past Python's clean-up.
@@ -62,7 +61,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
 

@@ -13,7 +13,6 @@ import pytest
 
 from aamoe_jax.config import ConfigError
 from aamoe_jax.training import distributed
-from aamoe_jax.training.distributed import Cluster
 from aamoe_jax.training.interrupt import Agreement, Interrupt
 
 
@@ -101,15 +100,15 @@ class TestAgreement:
             assert agreement.signal == signal.SIGINT
 
 
-class TestCluster:
+class TestParse:
     def test_parse(self):
-        assert Cluster.parse("10.0.0.1:8476,4,3") == Cluster("10.0.0.1:8476", 4, 3)
-        assert Cluster.parse("[::1]:80,1,0").address == "[::1]:80"
+        assert distributed.parse("10.0.0.1:8476,4,3") == ("10.0.0.1:8476", 4, 3)
+        assert distributed.parse("[::1]:80,1,0")[0] == "[::1]:80"
 
     @pytest.mark.parametrize("text", ["", "host,2,0", "host:1,2", "host:1,2,2", "host:1,2,-1", "host:x,2,0", "AUTO"])
     def test_refuses(self, text):
         with pytest.raises(ConfigError, match=r"--distributed=.*: must be auto, or HOST:PORT,NUM,INDEX"):
-            Cluster.parse(text)
+            distributed.parse(text)
 
     def test_a_port_that_is_taken(self):
         with socket.socket() as taken:

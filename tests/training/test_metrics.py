@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ class TestLog:
             assert tag in events.read_bytes()
 
     def test_tensorboard_that_is_not_installed_names_the_extra(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setitem(sys.modules, "tensorboardX", None)
         with pytest.raises(ConfigError, match=r"pip install 'aamoe_jax\[tensorboard\]'"):
             write(tmp_path, [], tensorboard="on")
 
