@@ -32,6 +32,7 @@ from aamoe_jax.evaluation.causality import default_cuts, probe
 from aamoe_jax.evaluation.perplexity import causal_budget
 from aamoe_jax.extensions import import_again, imported
 from aamoe_jax.generation.decoder import Decoder
+from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.model import LanguageModel, merge, split, structure
 from aamoe_jax.registry import MIXERS, unknown_mixer
 from aamoe_jax.shards import AXES
@@ -108,7 +109,7 @@ def _random_params(config: ModelConfig) -> Params:
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _logits(
-    graphdef: nnx.GraphDef, params: Params, budget: str, tokens: Int[Array, "b L"], segment_ids: Any = None
+    graphdef: nnx.GraphDef, params: Params, budget: BudgetMode, tokens: Int[Array, "b L"], segment_ids: Any = None
 ) -> Float[Array, "b L V"]:
     positions = None if segment_ids is None else _positions(segment_ids)
     return merge(graphdef, params)(tokens, segment_ids, positions, budget=budget)[0]
@@ -132,8 +133,8 @@ def _check_causality(model: Logits, tokens: Int[np.ndarray, "b L"], config: Mode
         )
     half, documents = length // 2, 1 + (np.arange(length) >= length // 2) * np.ones((ROWS, 1), np.int32)
     other = np.where(documents == 1, (tokens + 1) % config.vocab_size, tokens).astype(np.int32)
-    packed = [model(x, jnp.asarray(documents, jnp.int32))[:, half:] for x in (tokens, other)]
-    if not (change := _difference(*packed)) <= LEAK:
+    mine, others = (model(x, jnp.asarray(documents, jnp.int32))[:, half:] for x in (tokens, other))
+    if not (change := _difference(mine, others)) <= LEAK:
         raise MixerError(
             f"{name} reads other documents: other tokens of the document before change logits by up to {change:.1e}; "
             "let tokens read those of equal context.segment_ids alone"

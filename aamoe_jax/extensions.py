@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aamoe_jax.config import ConfigError
 from aamoe_jax.registry import MIXERS
@@ -120,10 +120,12 @@ def _import(name: str, path: Path) -> ModuleType:
                 sys.path.append(root)  # where its package lies
             return importlib.import_module(module)
         spec = importlib.util.spec_from_file_location(module, path)
+        assert spec is not None  # the name ends in .py
+        loader: Any = spec.loader
         found = importlib.util.module_from_spec(spec)
         sys.modules[module] = found  # dataclasses look their module up
         try:
-            spec.loader.exec_module(found)
+            loader.exec_module(found)
         except BaseException:
             del sys.modules[module]
             raise

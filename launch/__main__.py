@@ -13,6 +13,8 @@ import difflib
 import importlib.metadata
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
+from typing import Any
 
 PROGRAMS = {
     "prepare": "launch.prepare",
@@ -54,10 +56,8 @@ def main() -> int | None:
 
 def run(name: str, arguments: list[str]) -> None:
     """Runs a program as `python -m` does, as the module `__main__`, but under the name `aamoe NAME`."""
-    module = PROGRAMS[name]
-    spec = importlib.util.find_spec(module)
-    program = importlib.util.module_from_spec(spec)
-    code = spec.loader.get_code(module)
+    spec, loader = find(name)
+    program, code = importlib.util.module_from_spec(spec), loader.get_code(spec.name)
     # absl and argparse take names from argv; absl looks for help in `__main__`.
     program.__name__, program.__doc__ = "__main__", help_text(name)
     sys.modules["__main__"], sys.argv = program, [f"aamoe {name}", *arguments]
@@ -74,9 +74,15 @@ def overview() -> str:
 
 def help_text(name: str) -> str:
     """The docstring of a program, read from its source: nothing is imported."""
-    module = PROGRAMS[name]
-    source = importlib.util.find_spec(module).loader.get_source(module)
-    return ast.get_docstring(ast.parse(source))
+    spec, loader = find(name)
+    return ast.get_docstring(ast.parse(loader.get_source(spec.name))) or ""
+
+
+def find(name: str) -> tuple[ModuleSpec, Any]:
+    """The spec of a program and its loader."""
+    spec = importlib.util.find_spec(PROGRAMS[name])
+    assert spec is not None
+    return spec, spec.loader
 
 
 def unknown(name: str) -> str:

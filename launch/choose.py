@@ -9,9 +9,6 @@ judged (ARC, BoolQ, COPA, HellaSwag, PIQA, RTE, SciQ) are easily brought into th
 from __future__ import annotations
 
 import json
-import shlex
-import sys
-from pathlib import Path
 
 from absl import flags
 
@@ -57,14 +54,13 @@ def main(argv: list[str]) -> None:
     )
     if FLAGS.output:
         record = {
-            "command": shlex.join(["python", "-m", "launch.choose", *sys.argv[1:]]),
+            "command": program.command_line("launch.choose"),
             "step": checkpoint.step,
             "budget": budget,
             **found,
             "log_probabilities": [one.tolist() for one in log_p],
         }
-        Path(FLAGS.output).write_text(json.dumps(record, indent=1) + "\n")
-        print(f"written to {FLAGS.output}")
+        program.write(FLAGS.output, json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

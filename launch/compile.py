@@ -15,7 +15,6 @@ slice: the message says which buffers break it and what to change.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 from typing import get_args
@@ -27,7 +26,7 @@ from aamoe_jax.preflight.hardware import Slice
 from aamoe_jax.preflight.program import Depth, PreflightError, compile_apart
 from aamoe_jax.preflight.report import MODEL_NOTE, details, overview, too_big
 from aamoe_jax.preflight.summary import Summary
-from launch.program import define_experiment_flags, experiment_from_flags, refuse_arguments, run
+from launch.program import command_line, define_experiment_flags, experiment_from_flags, refuse_arguments, run
 
 EXIT_NOT_COMPILED = 1
 EXIT_TOO_BIG = 2
@@ -53,8 +52,7 @@ def report(summaries: list[Summary], config: ExperimentConfig) -> str:
 
 def write(output: Path, text: str, summaries: list[Summary]) -> None:
     """The report, under the command that made it, and the figures."""
-    command = "python -m launch.compile " + shlex.join(sys.argv[1:])
-    output.with_suffix(".md").write_text(f"`{command}`\n\n{text}", encoding="utf-8")
+    output.with_suffix(".md").write_text(f"`{command_line('launch.compile')}`\n\n{text}", encoding="utf-8")
     entries = ",\n".join(summary.to_json() for summary in summaries)
     output.with_suffix(".json").write_text(f"[\n{entries}\n]\n", encoding="utf-8")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import signal
 import textwrap
 from collections.abc import Sequence
@@ -37,8 +38,9 @@ from launch.program import define_experiment_flags, experiment_from_flags, run
 def field_docs(cls: type) -> dict[str, str]:
     """The string literals under the fields of a dataclass, by field."""
     (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
     docs = {}
-    for field, below in zip(definition.body, definition.body[1:], strict=False):
+    for field, below in itertools.pairwise(definition.body):
         match field, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 docs[name] = inspect.cleandoc(text)
@@ -75,10 +77,10 @@ def _entry(field: Field, doc: str) -> str:
 
 def diff(files: Sequence[str], params: Sequence[str] = ()) -> str:
     """One line per field in which two gin files differ, or one file and the defaults; `params` apply to both."""
-    left, right = files if len(files) == 2 else (None, *files)
-    found = differences(load_experiment([left] if left else [], params), load_experiment([right], params))
+    *left, right = files
+    found = differences(load_experiment(left, params), load_experiment([right], params))
     return "\n".join(
-        [f"# {left or 'defaults'} -> {right}: {len(found)} of {len(bindable_fields())} fields differ"]
+        [f"# {''.join(left) or 'defaults'} -> {right}: {len(found)} of {len(bindable_fields())} fields differ"]
         + [f"{name}: {one!r} -> {other!r}" for name, (one, other) in found.items()]
     )
 

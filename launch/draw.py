@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from jaxtyping import Int
@@ -54,7 +55,7 @@ def spent_on_passage(
     @jax.jit
     def spent(params: dict[str, Any]) -> Any:
         model = merge(structure(config.model), params)
-        inputs = (passage[key] for key in ("tokens", "segment_ids", "positions"))
+        inputs = (jnp.asarray(passage[key]) for key in ("tokens", "segment_ids", "positions"))
         return model(*inputs, budget=causal_budget(config.model), detail="tokens")[1]["spent"]
 
     return np.asarray(spent(params))[:, 0]

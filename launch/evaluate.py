@@ -12,9 +12,8 @@ folder; of a sweep also a picture. Beside every figure stands what a probe of ca
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -230,23 +229,17 @@ def sweep_dataset(checkpoint: Checkpoint, data: DataConfig, name: str) -> Record
     budget, record = swept_budget(model), _dataset_record(data, name)
     start = (structure(model, skipped_layers(model)), checkpoint.params, model)
     byte_lengths = load_tokenizer(data.tokenizer).byte_lengths
+    swept: Sequence[Any]
+
+    def rows(length: float) -> Any:
+        options = {"batch_size": FLAGS.batch_size, "max_batches": FLAGS.max_batches}
+        return held_out(data, name, FLAGS.split, length=length, **options)
+
     if FLAGS.sweep == "budget":
-        batches = _held_out(data, name, data.seq_len)
-        swept = budget_sweep(*start, batches, byte_lengths, budget=budget, scales=points)
+        swept = budget_sweep(*start, rows(data.seq_len), byte_lengths, budget=budget, scales=points)
     else:
-        swept = length_sweep(
-            *start,
-            lambda length: _held_out(data, name, length),
-            byte_lengths,
-            budget=budget,
-            trained_length=data.seq_len,
-            factors=points,
-        )
+        swept = length_sweep(*start, rows, byte_lengths, budget=budget, trained_length=data.seq_len, factors=points)
     return record | {"points": [point.to_dict() for point in swept]}
-
-
-def _held_out(data: DataConfig, name: str, length: float):
-    return held_out(data, name, FLAGS.split, length=length, batch_size=FLAGS.batch_size, max_batches=FLAGS.max_batches)
 
 
 def _dataset_record(data: DataConfig, name: str) -> Record:
@@ -293,9 +286,7 @@ def output_path(step: int) -> Path:
 
 def write(record: Record, output: Path) -> None:
     """The JSON, and one picture per dataset of a sweep."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(report.as_json(record))
-    print(f"written to {output}")
+    program.write(output, report.as_json(record))
     if FLAGS.sweep == "none":
         return
     draw = sweep_pictures.budget_sweep if FLAGS.sweep == "budget" else sweep_pictures.length_sweep
@@ -325,7 +316,7 @@ def main(argv: list[str]) -> None:
     warnings = report.causality_warnings((item for result in results for item in measured(result)), exact=exact)
     print("\n".join(warnings), end="\n" if warnings else "", file=sys.stderr)
     record = {
-        "command": shlex.join(["python", "-m", "launch.evaluate", *sys.argv[1:]]),
+        "command": program.command_line("launch.evaluate"),
         "checkpoint": FLAGS.checkpoint,
         "step": checkpoint.step,
         "max_batches": FLAGS.max_batches,

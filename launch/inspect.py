@@ -96,8 +96,8 @@ def read_passage(config: ExperimentConfig) -> tuple[Int[np.ndarray, "L"], list[s
     return tokens, notes
 
 
-def write_page(checkpoint: Checkpoint) -> Path:
-    """Writes the page of --text, and returns where."""
+def write_page(checkpoint: Checkpoint) -> None:
+    """Writes the page of --text."""
     config = checkpoint.config
     tokenizer = load_tokenizer(config.data.tokenizer)
     tokens, notes = read_passage(config)
@@ -113,7 +113,7 @@ def write_page(checkpoint: Checkpoint) -> Path:
         notes=notes,
     )
     stem = "stdin" if FLAGS.text == "-" else Path(FLAGS.text).stem
-    return write(f"inspect-{stem}.html", render(data))
+    write(f"inspect-{stem}.html", render(data))
 
 
 # Copies.
@@ -179,12 +179,9 @@ def _with_error(pair: tuple[float, float]) -> str:
     return f"{pair[0]:+.3f} ± {pair[1]:.3f}"
 
 
-def write(name: str, text: str) -> Path:
+def write(name: str, text: str) -> None:
     """Writes --output, or `name` in the run folder."""
-    output = Path(FLAGS.output) if FLAGS.output else program.run_folder(FLAGS.checkpoint) / name
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text, encoding="utf-8")
-    return output
+    program.write(FLAGS.output or program.run_folder(FLAGS.checkpoint) / name, text)
 
 
 def main(argv: list[str]) -> None:
@@ -207,9 +204,9 @@ def main(argv: list[str]) -> None:
         print(f"checkpoint of step {checkpoint.step}, {FLAGS.split} split, {record['budget']} budgets")
         for result in record["results"]:
             print(table(result, record["layers"]))
-        print(f"written to {write('copying.json', json.dumps(record, indent=1) + chr(10))}")
+        write("copying.json", json.dumps(record, indent=1) + "\n")
     else:
-        print(f"written to {write_page(checkpoint)}")
+        write_page(checkpoint)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ were published, slips named. --against=compiler also sets the closed form beside
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 
 from absl import flags
 
 from aamoe_jax.ledger.report import report
-from launch.program import define_experiment_flags, experiment_from_flags, refuse_arguments, run
+from launch.program import command_line, define_experiment_flags, experiment_from_flags, refuse_arguments, run
 
 
 def define_flags() -> None:
@@ -34,8 +32,7 @@ def main(argv: list[str]) -> None:
     text = report(experiment.model, values.rows, values.length or experiment.data.seq_len, values.against)
     print(text, end="")
     if values.output is not None:
-        command = shlex.join(["python", "-m", "launch.ledger", *sys.argv[1:]])
-        Path(values.output).write_text(f"`{command}`\n\n{text}", encoding="utf-8")
+        Path(values.output).write_text(f"`{command_line('launch.ledger')}`\n\n{text}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ Prints tables, and writes neurons.json into the run folder unless --output says 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,13 +51,14 @@ def numbers(name: str, kind: type) -> list[Any]:
     Raises:
       ConfigError: one that is none, or out of range.
     """
+    given: list[str] = FLAGS[name].value or []
     try:
-        found = [kind(text) for text in FLAGS[name].value]
+        found = [kind(text) for text in given]
     except ValueError:
         found = [math.nan]
     if not all(number >= (kind is int) and math.isfinite(number) for number in found):
         example = "1,4,16" if kind is int else "0,0.5,1"
-        raise ConfigError(f"--{name}={','.join(FLAGS[name].value)}: must be numbers such as {example}")
+        raise ConfigError(f"--{name}={','.join(given)}: must be numbers such as {example}")
     return found
 
 
@@ -113,8 +114,8 @@ def sweep(checkpoint: Checkpoint) -> list[dict[str, float]]:
     """What --thresholds or --clusters_kept ask for."""
     data = program.data_config(checkpoint.config, FLAGS.data_dir)
     name = FLAGS.dataset or data.mixture[0][0]
-    batches = evaluation_batches(data, name, split=FLAGS.split, batch_size=FLAGS.batch_size)
-    batches = [batches[index] for index in range(min(FLAGS.max_batches, len(batches)))]
+    split = evaluation_batches(data, name, split=FLAGS.split, batch_size=FLAGS.batch_size)
+    batches = list(itertools.islice(split, FLAGS.max_batches))
     what = checkpoint.params, checkpoint.config.model, batches, load_tokenizer(data.tokenizer).byte_lengths
     if FLAGS.thresholds:
         return thinning.filter_sweep(*what, numbers("thresholds", float))
@@ -165,10 +166,8 @@ def main(argv: list[str]) -> None:
             print(f"heads have more neurons than were learned after {about['crossover']} tokens")
         for kind, counts in record["active"].items():
             print(f"neurons of a head that a token met, {kind}: " + ", ".join(f"{count:.1f}" for count in counts))
-    output = Path(FLAGS.output) if FLAGS.output else program.run_folder(FLAGS.checkpoint) / "neurons.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {output}")
+    output = FLAGS.output or program.run_folder(FLAGS.checkpoint) / "neurons.json"
+    program.write(output, json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 from absl import app, flags
 
 from aamoe_jax.data import DataError, corpora, open_corpus, prepare, text_corpus
+from aamoe_jax.data.builder import Existing
 from aamoe_jax.data.corpora import SPLITS, Corpus
 from aamoe_jax.data.stream import stream_dir
 from aamoe_jax.data.tokenizers import load_tokenizer, train_sentencepiece
@@ -88,7 +89,7 @@ def _corpora(
     return [open_corpus(domain, data_dir=data_dir, catalogue_dir=tfds_dir) for domain in domains]
 
 
-def _prepare(corpus: Corpus, data_dir: str, tokenizer_spec: str, document_align: int, existing: str) -> None:
+def _prepare(corpus: Corpus, data_dir: str, tokenizer_spec: str, document_align: int, existing: Existing) -> None:
     if document_align < 1:
         raise DataError(f"--document_align={document_align}: must be at least 1")
     start = time.perf_counter()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,13 +74,25 @@ def run_folder(checkpoint: str) -> Path:
     return next((folder for folder in (path, *path.parents) if (folder / "checkpoints").is_dir()), path)
 
 
+def command_line(module: str) -> str:
+    """What was typed, for reports."""
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
+
+
+def write(output: str | Path, text: str) -> None:
+    """Writes a result, into a folder that is made if it is missing, and says where."""
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
+    Path(output).write_text(text, encoding="utf-8")
+    print(f"written to {output}")
+
+
 def run(main: Callable[[list[str]], Any]) -> None:
     """`absl.app.run(main)`, but a ConfigError ends the program with one line on stderr and exit code 1."""
 
     def guarded(argv: list[str]) -> Any:
         logging.set_verbosity(logging.WARNING)  # libraries report every file that they read
         try:
-            for name in flags.FLAGS["import"].value if "import" in flags.FLAGS else ():
+            for name in flags.FLAGS["import"].value or () if "import" in flags.FLAGS else ():
                 import_mixers(name)
             return main(argv)
         except ConfigError as error:

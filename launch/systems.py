@@ -9,15 +9,13 @@ about.
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 
 from absl import flags
 
 from aamoe_jax.config import ConfigError
-from experiments.systems import ROOT, TESTS, family, report, systems
-from launch.program import refuse_arguments, run
+from experiments import systems
+from launch.program import command_line, refuse_arguments, run
 
 
 def define_flags() -> None:
@@ -27,13 +25,13 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     refuse_arguments(argv)
-    if not (ROOT / TESTS[0]).is_dir():
-        raise ConfigError(f"there are no tests beside {ROOT.name}: run this in a checkout of the repository")
-    text = f"{report(systems())}\nMixers as one family, y = sum f(x) g(x):\n\n{family()}"
+    if not (systems.ROOT / systems.TESTS[0]).is_dir():
+        raise ConfigError(f"there are no tests beside {systems.ROOT.name}: run this in a checkout of the repository")
+    text = f"{systems.report(systems.systems())}\nMixers as one family, y = sum f(x) g(x):\n\n{systems.family()}"
     print(text, end="")
     if flags.FLAGS.output is not None:
-        command = shlex.join(["python", "-m", "launch.systems", *sys.argv[1:]])
-        Path(flags.FLAGS.output).write_text(f"`{command}`\n\n# Systems\n\n{text}", encoding="utf-8")
+        report = f"`{command_line('launch.systems')}`\n\n# Systems\n\n{text}"
+        Path(flags.FLAGS.output).write_text(report, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Corpora, tokenizers, windows, batches. A dataset is prepared once (launch.prepare) and read by position."""
 
-from aamoe_jax.data.batches import DataState, EvaluationBatches, evaluation_batches, iterate, training_batches
+from aamoe_jax.data.batches import EvaluationBatches, evaluation_batches, iterate, training_batches
 from aamoe_jax.data.builder import ensure_prepared, open_corpus, prepare
 from aamoe_jax.data.corpora import SPLITS, Corpus, Survey, survey, text_corpus
 from aamoe_jax.data.errors import DataError
@@ -19,7 +19,6 @@ __all__ = [
     "ByteTokenizer",
     "Corpus",
     "DataError",
-    "DataState",
     "EvaluationBatches",
     "SentencePieceTokenizer",
     "Stream",

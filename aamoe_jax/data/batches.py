@@ -1,11 +1,9 @@
 """Batches as a function of (seed, step). Nothing else is state: a run is resumed by its step number alone."""
 
-import dataclasses
 import functools
-import json
 import zlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import Any
 
 import grain
 import numpy as np
@@ -15,20 +13,6 @@ from aamoe_jax.config import ConfigError, DataConfig
 from aamoe_jax.data.windows import WindowSource, to_example
 
 Batch = dict[str, Int32[np.ndarray, "B L"]]
-
-
-@dataclasses.dataclass(frozen=True)
-class DataState:
-    """Where the data stands: valid on any number of hosts."""
-
-    next_step: int
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self)))
-
-    @classmethod
-    def load(cls, path: Path) -> "DataState":
-        return cls(**json.loads(path.read_text()))
 
 
 def training_batches(
@@ -79,7 +63,7 @@ class EvaluationBatches(Sequence[Batch]):
     def __len__(self) -> int:
         return -(-len(self._source) // self._batch_size)
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} of {len(self)}")
         first = index * self._batch_size + self._offset

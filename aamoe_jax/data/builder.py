@@ -38,7 +38,7 @@ class _LocalInfo(tfds.core.DatasetInfo):
         pass
 
 
-class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
     """One corpus through one tokenizer. Not in the TFDS registry: it is built here and read from its folder."""
 
     VERSION = tfds.core.Version(VERSION)

@@ -38,8 +38,8 @@ class Survey:
 
     digest: str
     """Changes when any id, any text or any assignment to a split changes."""
-    documents: dict[str, int]
-    bytes: dict[str, int]
+    documents: dict[Split, int]
+    bytes: dict[Split, int]
     dropped: frozenset[str]
     """Ids of exact duplicates, empty documents and documents that are not UTF-8."""
 

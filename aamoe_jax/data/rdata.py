@@ -59,7 +59,8 @@ class _Reader:
     def __init__(self, raw: bytes):
         if raw[:2] != b"X\n":
             raise DataError(f"R database: starts with {raw[:2]!r}, only the XDR format 'X' is read")
-        self._raw, self._at, self._symbols = raw, 2, []
+        self._raw, self._at = raw, 2
+        self._symbols: list[Any] = []
         version, _, _ = self._integers(3)
         if version == 3:
             self._take(self._integer())  # the name of the native encoding

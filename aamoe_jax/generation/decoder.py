@@ -24,7 +24,7 @@ from aamoe_jax.model import LanguageModel, betas_of_blocks, merge, structure
 
 SMALLEST_BUCKET = 16
 
-Scale = Float[Array, ""] | Float[np.ndarray, ""] | float
+Scale = Float[Array, ""] | float
 
 
 class Parameters(NamedTuple):
@@ -222,11 +222,6 @@ def _last_logits(
     return plan.model(params.ends, params.periods[0]).logits(last)
 
 
-@functools.partial(_jit, donate_argnames="state")
-def _append(plan: Plan, params: Parameters, state: State, tokens: Int[Array, "b"], scale: Scale) -> State:
-    return _grow(plan, params, state, tokens, scale)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnames="state")
 def _next(
     plan: Plan, params: Parameters, state: State, keys: Key[Array, "b"], sampling: Sampling, scale: Scale
@@ -249,3 +244,6 @@ def _grow(plan: Plan, params: Parameters, state: State, tokens: Int[Array, "b"],
     logits = plan.model(params.ends, params.periods[0]).logits(x[:, 0])
     logits = jnp.where(positions < plan.length, logits, jnp.nan)
     return State(longer, state.lengths + 1, logits)
+
+
+_append = _jit(_grow, donate_argnames="state")

@@ -49,39 +49,35 @@ def stream(
         raise ConfigError(f"prompt: {max(lengths)} tokens and {new_tokens} new ones do not fit into a cache for {room}")
     if () in stop:
         raise ConfigError("stop = (): give at least one token that ends a text")
-    return _stream(decoder, prompts, new_tokens, sampling, seed, stop, budget_scale)
+
+    def steps() -> Iterator[list[int | None]]:
+        state = decoder.prefill(prompts, budget_scale=budget_scale)
+        rows = len(prompts)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
+        texts: list[list[int]] = [[] for _ in prompts]
+        pending: list[jax.Array] = []
+        for step in range(new_tokens + 1):
+            if step < new_tokens:
+                drawn, state = decoder.next(state, keys, sampling, budget_scale=budget_scale)
+                pending.append(drawn)
+            # The device works on a step while the one before it is read: a stop is seen one step late.
+            if step == 0:
+                continue
+            tokens = np.asarray(pending.pop(0)).tolist()
+            alive = [not _ended(text, stop) for text in texts]
+            if any(token == NO_TOKEN and live for token, live in zip(tokens, alive, strict=True)):
+                raise ConfigError(_no_token(decoder.plan.config, step - 1))
+            yield [token if live else None for token, live in zip(tokens, alive, strict=True)]
+            for text, token, live in zip(texts, tokens, alive, strict=True):
+                text += [token] * live
+            if all(_ended(text, stop) for text in texts):
+                return
+
+    return steps()
 
 
-def _stream(
-    decoder: Decoder,
-    prompts: Sequence[Tokens],
-    new_tokens: int,
-    sampling: Sampling,
-    seed: int,
-    stop: Sequence[Stop],
-    budget_scale: float,
-) -> Iterator[list[int | None]]:
-    state = decoder.prefill(prompts, budget_scale=budget_scale)
-    rows = len(prompts)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
-    endings = [_Ending(stop) for _ in prompts]
-    pending: list[jax.Array] = []
-    for step in range(new_tokens + 1):
-        if step < new_tokens:
-            drawn, state = decoder.next(state, keys, sampling, budget_scale=budget_scale)
-            pending.append(drawn)
-        # The device works on a step while the one before it is read: a stop is seen one step late.
-        if step == 0:
-            continue
-        tokens = np.asarray(pending.pop(0)).tolist()
-        alive = [not ending.reached for ending in endings]
-        if any(token == NO_TOKEN and live for token, live in zip(tokens, alive, strict=True)):
-            raise ConfigError(_no_token(decoder.plan.config, step - 1))
-        yield [token if live else None for token, live in zip(tokens, alive, strict=True)]
-        for token, ending in zip(tokens, endings, strict=True):
-            ending.see(token)
-        if all(ending.reached for ending in endings):
-            return
+def _ended(text: list[int], stop: Sequence[Stop]) -> bool:
+    return any(tuple(text[-len(end) :]) == end for end in stop)
 
 
 def _no_token(config: ModelConfig, new_tokens: int) -> str:
@@ -89,18 +85,3 @@ def _no_token(config: ModelConfig, new_tokens: int) -> str:
         field = f"FilteredAttentionConfig.capacity = {config.of(FilteredAttentionConfig).capacity}"
         return f"{field}: a head kept more keys than that, after {new_tokens} new tokens"
     return f"the model's logits are no numbers, after {new_tokens} new tokens"
-
-
-class _Ending:
-    """Whether a row has come to one of its stop sequences."""
-
-    def __init__(self, stop: Sequence[Stop]):
-        self.stop = stop
-        self.tail: Stop = ()
-        self.reached = False
-
-    def see(self, token: int) -> None:
-        """Takes the next token into account."""
-        longest = max(map(len, self.stop), default=0)
-        self.tail = (*self.tail, token)[-longest:] if longest else ()
-        self.reached |= any(ending == self.tail[-len(ending) :] for ending in self.stop)

@@ -17,7 +17,6 @@ Several processes write one checkpoint together, each its part of the arrays, to
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.metadata
 import inspect
@@ -38,7 +37,6 @@ from flax import serialization
 from jaxtyping import Array, Shaped, UInt32
 
 from aamoe_jax.config import ConfigError, ExperimentConfig, from_dict, to_dict
-from aamoe_jax.data import DataState
 from aamoe_jax.extensions import import_again, imported
 from aamoe_jax.training import distributed
 from aamoe_jax.training.state import Placement, TrainState, abstract_params
@@ -199,7 +197,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             "step": step,
             "key": jax.device_get(jax.random.key_data(state.key)).tolist(),
             "sparsity_weight": jax.device_get(state.sparsity_weight).tolist(),
-            "data": dataclasses.asdict(DataState(next_step=step)),
+            "data": {"next_step": step},
             "config": to_dict(config),
             "imports": [list(done) for done in imported()],
             "datasets": datasets,

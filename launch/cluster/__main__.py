@@ -26,7 +26,7 @@ from absl import flags
 from aamoe_jax.config import ConfigError
 from launch import program
 from launch.cluster import exits, settings
-from launch.cluster.job import FOLDER_FLAGS, Cluster, Job, check_name
+from launch.cluster.job import FOLDER_FLAGS, Job, check_name
 from launch.cluster.supervise import execute, supervise
 
 PROGRAM_ACTIONS = ("run", "health")
@@ -45,8 +45,12 @@ def main(argv: list[str]) -> int:
     action, words = _action(argv[1:])
     settings.refuse_others(flags.FLAGS.cluster)
     cluster = settings.from_flags(settings.CLUSTERS[flags.FLAGS.cluster])
-    job = _job(words) if action in PROGRAM_ACTIONS else None
-    script = _script(cluster, action, job)
+    if action in PROGRAM_ACTIONS:
+        job = _job(words)
+        script = cluster.run(job, ()) if action == "run" else cluster.health(job)
+    else:
+        by_name = {"logs": cluster.logs, "status": cluster.status, "stop": cluster.stop}
+        script = by_name[action](check_name(flags.FLAGS.name))
     if flags.FLAGS.dry_run:
         print(script, end="")
         return 0
@@ -80,16 +84,6 @@ def _job(words: list[str]) -> Job:
     if not words:
         raise ConfigError(f"the program is missing: end with -- {' or -- '.join(FOLDER_FLAGS)}, and its flags")
     return settings.from_flags(Job, program=words[0], arguments=tuple(words[1:]))
-
-
-def _script(cluster: Cluster, action: str, job: Job | None) -> str:
-    match action:
-        case "run":
-            return cluster.run(job, ())
-        case "health":
-            return cluster.health(job)
-    name = check_name(flags.FLAGS.name)
-    return {"logs": cluster.logs, "status": cluster.status, "stop": cluster.stop}[action](name)
 
 
 if __name__ == "__main__":

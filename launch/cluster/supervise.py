@@ -29,7 +29,7 @@ def execute(script: str) -> Ended:
     """Runs a bash script to its end, and passes on what it prints."""
     unhealthy = set()
     with subprocess.Popen(["bash", "-c", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as shell:
-        for line in shell.stdout:
+        for line in shell.stdout or ():
             print(line, end="", flush=True)
             if found := re.match(r"unhealthy (\S+): ", line):
                 unhealthy.add(found[1])

@@ -119,9 +119,3 @@ def test_shards_that_do_not_fit_are_refused(config):
         data.training_batches(config, batch_size=6, seed=0, shard_count=4)
     with pytest.raises(ConfigError, match="shard_index = 2"):
         data.training_batches(config, batch_size=4, seed=0, shard_index=2, shard_count=2)
-
-
-def test_the_state_is_one_integer(tmp_path):
-    data.DataState(next_step=12).save(tmp_path / "data.json")
-    assert (tmp_path / "data.json").read_text() == '{"next_step": 12}'
-    assert data.DataState.load(tmp_path / "data.json") == data.DataState(next_step=12)
