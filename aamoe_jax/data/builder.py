@@ -6,6 +6,7 @@ Tokenizing happens here, once: sentencepiece does 1 MB/s, which no loader could 
 """
 
 import contextlib
+import functools
 import io
 import os
 import shutil
@@ -87,37 +88,33 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, dict[str, bytes]]]]:
         del dl_manager  # everything is local by now
-        return {split: self._generate_examples(split) for split in SPLITS}
+        return {
+            split: (
+                (number, {"tokens": block.tobytes()}) for number, block in enumerate(self._generate_examples(split))
+            )
+            for split in SPLITS
+        }
 
-    def _generate_examples(self, split: Split) -> Iterator[tuple[int, dict[str, bytes]]]:
-        for number, block in enumerate(self._blocks(split)):
-            yield number, {"tokens": block.tobytes()}
-
-    def _blocks(self, split: Split) -> Iterator[UInt16[np.ndarray, "block"]]:
+    def _generate_examples(self, split: Split) -> Iterator[UInt16[np.ndarray, "block"]]:
         """The stream of a split, record by record; counts its tokens into the metadata."""
+        padding = functools.partial(np.full, fill_value=self._tokenizer.pad_id, dtype=np.uint16)
         rest = np.empty(0, np.uint16)
         tokens = start = length = 0
         for name, text in self._corpus.read(split):
             if name in self._found.dropped:
                 continue
-            document = self._document(text)
+            document = np.append(self._tokenizer.encode(text), np.uint16(self._tokenizer.eos_id))
             tokens += len(document)
             length = start + len(document)
             start = length + -length % self._align
-            rest = np.concatenate([rest, document, self._padding(start - length)])
+            rest = np.concatenate([rest, document, padding(start - length)])
             whole = len(rest) // self._block * self._block
             yield from rest[:whole].reshape(-1, self._block)
             rest = rest[whole:]
         if len(rest):
-            yield np.concatenate([rest, self._padding(self._block - len(rest))])
+            yield np.concatenate([rest, padding(self._block - len(rest))])
         self.info.metadata["tokens"][split] = tokens
         self.info.metadata["length"][split] = length  # up to the last eos
-
-    def _document(self, text: bytes) -> UInt16[np.ndarray, "n"]:
-        return np.append(self._tokenizer.encode(text), np.uint16(self._tokenizer.eos_id))
-
-    def _padding(self, count: int) -> UInt16[np.ndarray, "count"]:
-        return np.full(count, self._tokenizer.pad_id, np.uint16)
 
 
 def prepare(
@@ -140,7 +137,14 @@ def prepare(
             raise DataError(f"{corpus.name}: no documents for the split {split!r} ({corpus.description})")
     directory = stream_dir(data_dir, corpus.name, tokenizer, document_align)
     if existing == "keep" and directory.is_dir():
-        return _same_corpus(directory, found)
+        metadata = read_metadata(directory)
+        if metadata["corpus_digest"] != found.digest:
+            raise DataError(
+                f"{directory} holds another state of the corpus: its digest is {metadata['corpus_digest']}, the corpus "
+                f"now has {found.digest} (another Python, or changed files). Pass --existing=replace, or another "
+                "--data_dir"
+            )
+        return metadata
     if directory.is_dir():
         # Before the builder opens it (TFDS would take the old description for the new one), and out of sight first, so
         # that a removal cut short leaves nothing that looks finished either.
@@ -161,16 +165,6 @@ def _write(builder: TokenStream, directory: Path) -> None:
         # Two programs that prepare the same dataset at once: the second rename finds the first one's folder.
         if not directory.is_dir():
             raise
-
-
-def _same_corpus(directory: Path, found: Survey) -> dict[str, Any]:
-    metadata = read_metadata(directory)
-    if metadata["corpus_digest"] != found.digest:
-        raise DataError(
-            f"{directory} holds another state of the corpus: its digest is {metadata['corpus_digest']}, the corpus "
-            f"now has {found.digest} (another Python, or changed files). Pass --existing=replace, or another --data_dir"
-        )
-    return metadata
 
 
 def open_corpus(name: str, *, data_dir: str, catalogue_dir: str | None = None) -> Corpus:

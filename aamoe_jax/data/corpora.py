@@ -54,7 +54,9 @@ def survey(corpus: Corpus) -> Survey:
     for split in reversed(SPLITS):
         for name, text in corpus.read(split):
             content = hashlib.blake2b(text, digest_size=16).digest()
-            if not text or content in seen or not _is_utf8(corpus.name, name, text):
+            if error := _utf8_error(text):
+                logging.warning("%s: %s is left out, it is not UTF-8 (%s)", corpus.name, name, error)
+            if error or not text or content in seen:
                 dropped.add(name)
                 continue
             seen.add(content)
@@ -64,13 +66,12 @@ def survey(corpus: Corpus) -> Survey:
     return Survey(digest.hexdigest(), documents, sizes, frozenset(dropped))
 
 
-def _is_utf8(corpus: str, name: str, text: bytes) -> bool:
+def _utf8_error(text: bytes) -> UnicodeDecodeError | None:
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:
-        logging.warning("%s: %s is left out, it is not UTF-8 (%s)", corpus, name, error)
-        return False
-    return True
+        return error
+    return None
 
 
 def builtin_corpus(name: str, cache_dir: Path) -> Corpus:
@@ -110,26 +111,17 @@ _OF_THIS_MACHINE = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 def _code(split: Split) -> Iterator[tuple[str, bytes]]:
     root = sysconfig.get_paths()["stdlib"]
-    for path in sorted(_source_files(root)):
-        name = Path(path).relative_to(root).as_posix()
-        if _split_by_hash(name) == split:
-            yield name, Path(path).read_bytes()
-
-
-def _source_files(root: str) -> Iterator[str]:
+    paths: list[str] = []
     for folder, subfolders, files in os.walk(root):
         # Pruned while walking: site-packages is often the larger part.
         subfolders[:] = [name for name in subfolders if name not in _NOT_CODE]
-        yield from (
-            os.path.join(folder, name)
-            for name in files
-            if name.endswith(".py") and not name.startswith(_OF_THIS_MACHINE)
-        )
-
-
-def _split_by_hash(name: str) -> Split:
-    percent = _hash(name) % 100
-    return "test" if percent < 5 else "validation" if percent < 10 else "train"
+        files = [name for name in files if name.endswith(".py") and not name.startswith(_OF_THIS_MACHINE)]
+        paths += [os.path.join(folder, name) for name in files]
+    for path in sorted(paths):
+        name = Path(path).relative_to(root).as_posix()
+        percent = _hash(name) % 100
+        if split == ("test" if percent < 5 else "validation" if percent < 10 else "train"):
+            yield name, Path(path).read_bytes()
 
 
 def _hash(name: str) -> int:
@@ -179,16 +171,9 @@ def _papers(split: Split, cache_dir: Path) -> Iterator[tuple[str, bytes]]:
     for path in sorted(paths):
         package = path.parent.parent.name
         if _listed(package, _PAPERS) == split:
-            yield f"{package}/{path.name}", _utf8(path.read_bytes())
-
-
-def _utf8(text: bytes) -> bytes:
-    """Some older vignettes declare latin-1."""
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError:
-        return text.decode("latin-1").encode("utf-8")
-    return text
+            text = path.read_bytes()
+            # Some older vignettes declare latin-1.
+            yield f"{package}/{path.name}", text.decode("latin-1").encode("utf-8") if _utf8_error(text) else text
 
 
 # --- a user's own files ----------------------------------------------------------------------------------------------
@@ -202,16 +187,13 @@ def text_corpus(name: str, pattern: str) -> Corpus:
     if not name.isidentifier() or name in ("code", "books", "papers"):
         raise DataError(f"--name={name!r}: must be letters, digits and _, and not code, books or papers")
     paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
-    files = {path: path.relative_to(_common_folder(paths)).as_posix() for path in paths if path.stat().st_size}
+    # Ids are relative to the common folder, so that the same files elsewhere are the same corpus.
+    common = os.path.commonpath([path.parent for path in paths]) if paths else ""
+    files = {path: path.relative_to(common).as_posix() for path in paths if path.stat().st_size}
     if not files:
         raise DataError(f"--text={pattern!r}: no file with text matches; quote it, and use ** to search in folders")
     read = _ends_of_files if len(files) < FEW_FILES else _whole_files
     return Corpus(name, f"{len(files)} files: {pattern}", "the user's", lambda split: read(files, split))
-
-
-def _common_folder(paths: list[Path]) -> str:
-    """Ids are relative to it, so that the same files elsewhere are the same corpus."""
-    return os.path.commonpath([path.parent for path in paths]) if paths else ""
 
 
 def _whole_files(files: dict[Path, str], split: Split) -> Iterator[tuple[str, bytes]]:

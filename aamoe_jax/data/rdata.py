@@ -5,7 +5,6 @@ of variables with their offsets, and for each one a compressed, serialised value
 """
 
 import bz2
-import gzip
 import lzma
 import struct
 import zlib
@@ -21,33 +20,29 @@ _HAS_ATTRIBUTES, _HAS_TAG = 1 << 9, 1 << 10
 
 def character_vectors(folder: Path) -> dict[str, list[bytes]]:
     """name -> its strings, for every variable of the database that is a character vector."""
-    index = _Reader(_decompress_file((folder / "Rdata.rdx").read_bytes())).value()
-    offsets = index["variables"]
+    index = zlib.decompress((folder / "Rdata.rdx").read_bytes(), wbits=47)  # of zlib or gzip
     database = (folder / "Rdata.rdb").read_bytes()
     found = {}
-    for name, (offset, length) in offsets.items():
+    for name, (offset, length) in _Reader(index).value()["variables"].items():
         value = _Reader(_decompress(database[offset : offset + length])).value()
         if isinstance(value, list) and all(isinstance(item, bytes) for item in value):
             found[name] = value
     return found
 
 
-def _decompress_file(raw: bytes) -> bytes:
-    return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else zlib.decompress(raw)
-
-
 def _decompress(segment: bytes) -> bytes:
     """A segment is its plain length, then zlib data, or a letter that names the method and its data."""
     (length,) = struct.unpack(">I", segment[:4])
     method, body = segment[4:5], segment[5:]
-    if method == b"2":
-        plain = bz2.decompress(body)
-    elif method == b"Z":
-        plain = lzma.decompress(body, lzma.FORMAT_RAW, filters=[{"id": lzma.FILTER_LZMA2, "preset": 6}])
-    elif method == b"0":
-        plain = body
-    else:
-        plain = zlib.decompress(segment[4:])
+    match method:
+        case b"2":
+            plain = bz2.decompress(body)
+        case b"Z":
+            plain = lzma.decompress(body, lzma.FORMAT_RAW, filters=[{"id": lzma.FILTER_LZMA2, "preset": 6}])
+        case b"0":
+            plain = body
+        case _:
+            plain = zlib.decompress(segment[4:])
     if len(plain) != length:
         raise DataError(f"R database: a segment has {len(plain)} bytes where {length} were promised; fetch it again")
     return plain

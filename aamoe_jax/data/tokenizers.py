@@ -95,6 +95,7 @@ class SentencePieceTokenizer:
         self.eos_id = self._processor.eos_id()
         self.pad_id = self._processor.pad_id()
         self._pieces = [_piece_bytes(self._processor, index) for index in range(self.vocab_size)]
+        self._escaped_space = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
         self._refuse_unfit(path)
 
     @functools.cached_property
@@ -116,10 +117,6 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Integer[np.ndarray, "n"]) -> bytes:
         return b"".join(self._pieces[index] for index in ids)
-
-    @functools.cached_property
-    def _escaped_space(self) -> list[int]:
-        return [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
 
     def _refuse_unfit(self, path: Path) -> None:
         if self.vocab_size > MAX_VOCAB_SIZE:
