@@ -161,7 +161,15 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         self.folder = folder.absolute()  # Orbax takes no others
         self._keep_last = keep_last
         self._writing: int | None = None
-        self._open()
+        try:
+            if distributed.is_first():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._remove_unfinished()
+        except OSError as error:
+            raise SaveError(f"{self.folder} cannot be made: {error.strerror}") from error
+        distributed.wait_for_all("folder")
+        if not self.folder.is_dir():
+            raise SaveError(f"{self.folder}, made by process 0, is not here: the run folder must be one that all see")
         self._losses = {step: _validation_loss(self.folder / str(step)) for step in self.steps()}
         _silence_orbax()
         self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
@@ -180,10 +188,6 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first."""
         return saved_steps(self.folder)
-
-    def agreed_steps(self) -> list[int]:
-        """The same, as process 0 sees them."""
-        return json.loads(distributed.gather(distributed.unique("steps"), json.dumps(self.steps()))[0])
 
     def save(
         self, state: TrainState, config: ExperimentConfig, datasets: dict[str, Any], validation_loss: float | None
@@ -221,9 +225,12 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             self._checkpointer.check_for_errors()
         except Exception as error:
             raise self._failed(error) from error
-        if self._writing is not None and self._directory(self._writing).is_dir():
-            self._writing = None
-            self._remove_superseded()
+        if self._writing is None or not self._directory(self._writing).is_dir():
+            return
+        self._writing, steps = None, self.steps()
+        kept = {*steps[-self._keep_last :], _best({step: self._losses[step] for step in steps})}
+        for step in set(steps) - kept if distributed.is_first() else ():
+            shutil.rmtree(self._directory(step))
 
     def wait(self) -> None:
         """Until everything is written."""
@@ -248,9 +255,15 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         trees = unanimous(lambda: {name: _restore(directory, name, tree) for name, tree in wanted.items()})
         _check_fingerprints(directory, trees, meta)
         # Written before there were ReLU experts, it has no weights, and needs none.
-        weights = tuple(meta.get("sparsity_weight", ()))
+        weights = meta.get("sparsity_weight", ())
         shardings = like.step.sharding, like.key.sharding, like.sparsity_weight.sharding
-        counter, key, sparsity_weight = _small_state(step, tuple(meta["key"]), weights, shardings)
+
+        def build() -> tuple[Array, Array, Array]:
+            key = jax.random.wrap_key_data(jnp.asarray(meta["key"], jnp.uint32))
+            return jnp.asarray(step, jnp.int32), key, jnp.asarray(weights, jnp.float32)
+
+        # Made where it belongs: from here no array could be put on the devices of another process.
+        counter, key, sparsity_weight = jax.jit(build, out_shardings=shardings)()
         optimizer = serialization.from_state_dict(like.optimizer, trees["optimizer"])
         return TrainState(counter, trees["params"], optimizer, key, sparsity_weight)
 
@@ -263,27 +276,8 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             self._directory(step).rename(target)
         return target
 
-    def _open(self) -> None:
-        try:
-            if distributed.is_first():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._remove_unfinished()
-        except OSError as error:
-            raise SaveError(f"{self.folder} cannot be made: {error.strerror}") from error
-        distributed.wait_for_all("folder")
-        if not self.folder.is_dir():
-            raise SaveError(f"{self.folder}, made by process 0, is not here: the run folder must be one that all see")
-
     def _directory(self, step: int) -> Path:
         return self.folder / str(step)
-
-    def _remove_superseded(self) -> None:
-        if not distributed.is_first():
-            return
-        steps = self.steps()
-        kept = {*steps[-self._keep_last :], _best({step: self._losses[step] for step in steps})}
-        for step in set(steps) - kept:
-            shutil.rmtree(self._directory(step))
 
     def _remove_unfinished(self) -> None:
         for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
@@ -326,14 +320,9 @@ def unanimous(read: Callable[[], Read]) -> Read:
 def fingerprints(trees: dict[str, Any]) -> dict[str, int]:
     """One number per array, by path. Computed where the arrays are, so sharded ones need not be gathered."""
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(trees), strict=True)
-    numbers = jax.device_get(_fingerprints(list(leaves)))
+    numbers = jax.device_get(_fingerprints(leaves))
     names = (jax.tree_util.keystr(path, simple=True, separator="/") for path in paths)
     return {name: int(number) for name, number in zip(names, numbers, strict=True)}
-
-
-@jax.jit
-def _fingerprints(leaves: list[Array]) -> list[Array]:
-    return [_fingerprint(leaf) for leaf in leaves]
 
 
 def _fingerprint(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
@@ -348,6 +337,9 @@ def _fingerprint(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     return words
 
 
+_fingerprints = jax.jit(lambda leaves: [_fingerprint(leaf) for leaf in leaves])
+
+
 def _check_fingerprints(directory: Path, trees: dict[str, Any], meta: Meta) -> None:
     found = fingerprints(trees)
     bad = [name for name, number in found.items() if meta["fingerprints"].get(name) != number]
@@ -355,18 +347,6 @@ def _check_fingerprints(directory: Path, trees: dict[str, Any], meta: Meta) -> N
         raise _corrupt(
             directory, f"{len(bad)} of {len(found)} arrays changed since they were written, such as {bad[0]}"
         )
-
-
-def _small_state(
-    step: int, words: tuple[int, ...], weights: tuple[float, ...], shardings: tuple[Any, Any, Any]
-) -> tuple[Array, Array, Array]:
-    """What `meta` holds, made where it belongs: from here no array could be put on the devices of another process."""
-
-    def build() -> tuple[Array, Array, Array]:
-        key = jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32))
-        return jnp.asarray(step, jnp.int32), key, jnp.asarray(weights, jnp.float32)
-
-    return jax.jit(build, out_shardings=shardings)()
 
 
 def _trees(state: TrainState) -> dict[str, Any]:

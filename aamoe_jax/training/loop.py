@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +41,7 @@ class DivergedError(RuntimeError):
     """The loss or the gradient is not finite. The message says at which step, and where to go on from."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """How a run ended."""
 
     step: int
@@ -151,7 +150,14 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
         while goes_on:
             step += 1
             with run.watchdog.step(step):
-                state = one_step(run, state, step)
+                with recorder.clock.waiting():
+                    batch = next(run.batches)
+                run.profiler.before(step)
+                with jax.transfer_guard("disallow"):
+                    state, metrics = run.train_step(state, run.placement.put(batch, training.batch_size))
+                recorder.receive(step, metrics)  # reads those of step n - 1, while the device computes step n
+                run.profiler.after(step, metrics)
+                run.store.poll()
                 goes_on = step < training.steps and agreement.allows(step + 1)
                 evaluates = _due(step, training.eval_every, training.steps)
                 saves = not goes_on or _due(step, training.checkpoint_every, training.steps)
@@ -169,19 +175,6 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
     return Result(step, agreement.signal if step < training.steps else None, loss)
 
 
-def one_step(run: Run, state: TrainState, step: int) -> TrainState:
-    """Hands a batch to the devices; reads what the step before came to."""
-    with run.recorder.clock.waiting():
-        batch = next(run.batches)
-    run.profiler.before(step)
-    with jax.transfer_guard("disallow"):
-        state, metrics = run.train_step(state, run.placement.put(batch, run.config.training.batch_size))
-    run.recorder.receive(step, metrics)  # reads those of step n - 1, while the device computes step n
-    run.profiler.after(step, metrics)
-    run.store.poll()
-    return state
-
-
 class Recorder:
     """Metrics from the device to the log, one step behind, so that the host never waits for the step in flight."""
 
@@ -195,9 +188,8 @@ class Recorder:
 
     def receive(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics of the step in flight, and records those of the one before."""
-        previous, self._pending = self._pending, (step, metrics)
-        if previous is not None:
-            self._record(*previous)
+        self.flush()
+        self._pending = step, metrics
 
     def flush(self) -> None:
         """Records those of the step in flight: waits for it."""

@@ -55,7 +55,8 @@ def restore_newest(
       ConfigError: the checkpoint is of another experiment, or of other data.
       CheckpointError: there are checkpoints, and all of them are damaged.
     """
-    steps = store.agreed_steps()
+    # As process 0 sees them.
+    steps = json.loads(distributed.gather(distributed.unique("steps"), json.dumps(store.steps()))[0])
     for step in reversed(steps):
         directory = store.folder / str(step)
         try:
