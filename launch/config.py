@@ -23,15 +23,7 @@ from absl import app, flags
 
 from aamoe_jax.config import ConfigError
 from aamoe_jax.registry import MIXERS
-from experiments.binding import (
-    Field,
-    bindable_fields,
-    config_classes,
-    describe,
-    differences,
-    load_experiment,
-    operative_gin,
-)
+from experiments.binding import bindable_fields, config_classes, describe, differences, load_experiment, operative_gin
 from launch.program import define_experiment_flags, experiment_from_flags, run
 
 
@@ -52,11 +44,14 @@ def show(names: Sequence[str]) -> str:
     there are any."""
     sections = []
     for cls in config_classes():
-        fields = [field for field in bindable_fields().values() if field.owner is cls and _is_asked(field, names)]
-        docs = field_docs(cls)
-        entries = [_entry(field, docs.get(field.name, "")) for field in fields]
-        if entries:
-            sections.append("\n".join([f"{cls.__name__}: {inspect.getdoc(cls)}", *entries]))
+        docs, lines = field_docs(cls), [f"{cls.__name__}: {inspect.getdoc(cls)}"]
+        for field in bindable_fields().values():
+            if field.owner is cls and (not names or {cls.__name__, field.name, field.full_name} & set(names)):
+                lines.append(f"  {field.name}: {describe(field.hint)} = {field.default!r}")
+                indent = " " * 6
+                lines += textwrap.wrap(docs.get(field.name, ""), 116, initial_indent=indent, subsequent_indent=indent)
+        if len(lines) > 1:
+            sections.append("\n".join(lines))
     mixers = [entry for name, entry in sorted(MIXERS.items()) if not names or name in names]
     if mixers:
         lines = [f"  {entry.name}: {entry.summary}" for entry in mixers]
@@ -64,15 +59,6 @@ def show(names: Sequence[str]) -> str:
     if not sections:
         raise ConfigError(f"no config, no field and no mixer is called {' or '.join(names)}")
     return "\n\n".join(sections)
-
-
-def _is_asked(field: Field, names: Sequence[str]) -> bool:
-    return not names or bool({field.owner.__name__, field.name, field.full_name} & set(names))
-
-
-def _entry(field: Field, doc: str) -> str:
-    head = f"  {field.name}: {describe(field.hint)} = {field.default!r}"
-    return "\n".join([head, *textwrap.wrap(doc, 116, initial_indent=" " * 6, subsequent_indent=" " * 6)])
 
 
 def diff(files: Sequence[str], params: Sequence[str] = ()) -> str:

@@ -97,11 +97,7 @@ def define_flags() -> None:
 
 
 def asked_budgets(model: ModelConfig) -> tuple[BudgetMode, ...]:
-    """The budgets to show; row budgets never stand alone.
-
-    Raises:
-      ConfigError: the model does not have what was asked for.
-    """
+    """The budgets to show; row budgets never stand alone."""
     offered = budget_modes(model)
     if not offered:
         for flag in ("budget", "budget_scale"):
@@ -120,11 +116,7 @@ def asked_budgets(model: ModelConfig) -> tuple[BudgetMode, ...]:
 
 
 def swept_budget(model: ModelConfig) -> BudgetMode:
-    """The one kind of budget that is swept.
-
-    Raises:
-      ConfigError: flags that contradict each other, or a dial that the model does not have.
-    """
+    """The one kind of budget that is swept."""
     if FLAGS.budget == "all":
         raise ConfigError(f"--budget=all: --sweep={FLAGS.sweep} takes one kind of budget")
     if FLAGS.budget_scale != 1:
@@ -135,11 +127,7 @@ def swept_budget(model: ModelConfig) -> BudgetMode:
 
 
 def skipped_layers(model: ModelConfig) -> frozenset[Skipped]:
-    """What --skip_layers names.
-
-    Raises:
-      ConfigError: the stack has no such layer or mixer.
-    """
+    """What --skip_layers names."""
     mixers = dict.fromkeys(name for _, name in model.mixers)
     found = {int(name) if name.isdecimal() else name for name in FLAGS.skip_layers}
     for name in found:
@@ -150,11 +138,7 @@ def skipped_layers(model: ModelConfig) -> frozenset[Skipped]:
 
 
 def sweep_points() -> tuple[float, ...]:
-    """The numbers of --sweep_points.
-
-    Raises:
-      ConfigError: one of them is not a positive number.
-    """
+    """The numbers of --sweep_points."""
     if not FLAGS.sweep_points:
         return BUDGET_SCALES if FLAGS.sweep == "budget" else LENGTH_FACTORS
     try:
@@ -165,11 +149,7 @@ def sweep_points() -> tuple[float, ...]:
 
 
 def placement_of(config: ExperimentConfig) -> Placement:
-    """The mesh of --mesh.
-
-    Raises:
-      ConfigError: it is none, there are not so many devices, or the model cannot be divided over it.
-    """
+    """The mesh of --mesh."""
     sizes = FLAGS.mesh.split("x")
     if len(sizes) != len(AXES) or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise ConfigError(f"--mesh={FLAGS.mesh}: wanted four sizes, {' x '.join(AXES)}, such as 1x4x2x1")

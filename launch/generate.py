@@ -9,9 +9,9 @@ other, each under a line that counts them.
 from __future__ import annotations
 
 import codecs
+import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from absl import flags
@@ -58,25 +58,12 @@ def read_prompts() -> list[bytes]:
         prompts.append(sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes())
     if not prompts:
         raise ConfigError("--prompt: give a text to continue, such as --prompt='def '")
-    given = [f"--prompt={prompt!r}" for prompt in FLAGS.prompt] + [
-        f"--prompt_file={name}" for name in FLAGS.prompt_file
-    ]
+    given = [f"--prompt={prompt!r}" for prompt in FLAGS.prompt]
+    given += [f"--prompt_file={name}" for name in FLAGS.prompt_file]
     for name, prompt in zip(given, prompts, strict=True):
         if not prompt:
             raise ConfigError(f"{name}: it is empty; give at least one byte to continue")
     return prompts
-
-
-class Printer:
-    """Writes bytes to the terminal as text, as soon as they are whole characters."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def write(self, text: bytes, *, last: bool = False) -> None:
-        """Writes what is complete; bytes that are no UTF-8 come out as replacement characters."""
-        sys.stdout.write(self._decoder.decode(text, final=last))
-        sys.stdout.flush()
 
 
 def main(argv: list[str]) -> None:
@@ -96,25 +83,16 @@ def main(argv: list[str]) -> None:
         cache_length=FLAGS.cache,
     )
     if len(prompts) == 1:
-        print_stream(prompts[0], pieces)
+        # As it is generated, in whole characters; the prompt with the first token, so that an error leaves no output.
+        first = next(pieces)[0]
+        new = itertools.chain([prompts[0] + first], (piece for (piece,) in pieces))
+        for text in codecs.iterdecode(new, "utf-8", "replace"):
+            print(text, end="", flush=True)
+        print()
     else:
-        print_all(prompts, pieces)
-
-
-def print_stream(prompt: bytes, pieces: Iterator[list[bytes]]) -> None:
-    """One text as it is generated; the prompt with the first token, so that an error leaves no output."""
-    printer = Printer()
-    for number, (new,) in enumerate(pieces):
-        printer.write(new if number else prompt + new)
-    printer.write(b"\n", last=True)
-
-
-def print_all(prompts: Sequence[bytes], pieces: Iterator[list[bytes]]) -> None:
-    """Several texts, when all have ended."""
-    texts = [b"".join(text) for text in zip(prompts, *pieces, strict=True)]
-    for number, text in enumerate(texts, 1):
-        print(f"--- {number} of {len(texts)}")
-        Printer().write(text + b"\n", last=True)
+        texts = [b"".join(text).decode("utf-8", "replace") for text in zip(prompts, *pieces, strict=True)]
+        for number, text in enumerate(texts, 1):
+            print(f"--- {number} of {len(texts)}\n{text}")
 
 
 if __name__ == "__main__":

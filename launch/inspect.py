@@ -52,11 +52,7 @@ def define_flags() -> None:
 
 
 def read_text(name: str) -> bytes:
-    """The bytes of a file, or of standard input.
-
-    Raises:
-      ConfigError: it cannot be read, or there is nothing in it.
-    """
+    """The bytes of a file, or of standard input."""
     try:
         text = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:

@@ -46,11 +46,7 @@ def define_flags() -> None:
 
 
 def numbers(name: str, kind: type) -> list[Any]:
-    """The numbers of a list flag.
-
-    Raises:
-      ConfigError: one that is none, or out of range.
-    """
+    """The numbers of a list flag."""
     given: list[str] = FLAGS[name].value or []
     try:
         found = [kind(text) for text in given]

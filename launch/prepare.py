@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from absl import app, flags
 
@@ -44,7 +43,14 @@ def main(argv: list[str]) -> None:
     args = flags.FLAGS
     if len(argv) > 1:
         raise app.UsageError(f"unknown argument {argv[1]!r}; quote the pattern of --text")
-    opened = _corpora(args.text, args.name, args.domain, args.data_dir, args.tfds_dir)
+    if (args.text is None) != (args.name is None):
+        raise DataError("--text and --name go together: --text='DIR/**/*.txt' --name=NAME")
+    if args.document_align < 1:
+        raise DataError(f"--document_align={args.document_align}: must be at least 1")
+    if args.text is not None:
+        opened = [text_corpus(args.name, args.text)]
+    else:
+        opened = [open_corpus(name, data_dir=args.data_dir, catalogue_dir=args.tfds_dir) for name in args.domain]
     spec = args.tokenizer
     if args.train_tokenizer is not None:
         spec = train_tokenizer(opened, args.train_tokenizer, data_dir=args.data_dir)
@@ -79,36 +85,19 @@ def _training_text(corpus: Corpus, max_bytes: int) -> Iterator[bytes]:
     yield from (text for number, text in enumerate(kept) if number % every == 0)
 
 
-def _corpora(
-    text: str | None, name: str | None, domains: list[str], data_dir: str, tfds_dir: str | None
-) -> list[Corpus]:
-    if (text is None) != (name is None):
-        raise DataError("--text and --name go together: --text='DIR/**/*.txt' --name=NAME")
-    if text is not None and name is not None:
-        return [text_corpus(name, text)]
-    return [open_corpus(domain, data_dir=data_dir, catalogue_dir=tfds_dir) for domain in domains]
-
-
 def _prepare(corpus: Corpus, data_dir: str, tokenizer_spec: str, document_align: int, existing: Existing) -> None:
-    if document_align < 1:
-        raise DataError(f"--document_align={document_align}: must be at least 1")
     start = time.perf_counter()
     tokenizer = load_tokenizer(tokenizer_spec)
     directory = stream_dir(data_dir, corpus.name, tokenizer, document_align)
     was_there = existing == "keep" and directory.is_dir()
     metadata = prepare(corpus, data_dir=data_dir, tokenizer=tokenizer, document_align=document_align, existing=existing)
-    print(_table(metadata))
-    done = "was there already" if was_there else f"{time.perf_counter() - start:.1f} s"
-    print(f"{directory}: {done}, corpus digest {metadata['corpus_digest']}")
-
-
-def _table(metadata: dict[str, Any]) -> str:
-    lines = [f"{metadata['corpus']:<12}{'documents':>12}{'bytes':>14}{'tokens':>14}{'records':>10}"]
+    print(f"{metadata['corpus']:<12}{'documents':>12}{'bytes':>14}{'tokens':>14}{'records':>10}")
     for split in SPLITS:
         records = -(-metadata["length"][split] // metadata["block"])
         documents, size, tokens = (metadata[key][split] for key in ("documents", "bytes", "tokens"))
-        lines.append(f"{split:<12}{documents:>12,}{size:>14,}{tokens:>14,}{records:>10,}")
-    return "\n".join(lines)
+        print(f"{split:<12}{documents:>12,}{size:>14,}{tokens:>14,}{records:>10,}")
+    done = "was there already" if was_there else f"{time.perf_counter() - start:.1f} s"
+    print(f"{directory}: {done}, corpus digest {metadata['corpus_digest']}")
 
 
 if __name__ == "__main__":

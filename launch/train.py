@@ -41,6 +41,8 @@ from launch.program import define_experiment_flags, experiment_from_flags, refus
 EXIT_REFUSED = 1
 EXIT_DIVERGED = 3
 EXIT_NOT_SAVED = 4
+EXITS = {DivergedError: EXIT_DIVERGED, SaveError: EXIT_NOT_SAVED, ConfigError: EXIT_REFUSED}
+"""A SaveError is a ConfigError too: the first that fits."""
 GO_ON = "the same command goes on from there"
 EXIT_SIGNAL = 128
 """Plus the number of the signal, as shells do."""
@@ -62,21 +64,23 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> int:
     refuse_arguments(argv)
-    if flags.FLAGS.distributed is None:
-        return run_training()
-    distributed.initialize(flags.FLAGS.distributed)
+    several = flags.FLAGS.distributed is not None
+    if several:
+        distributed.initialize(flags.FLAGS.distributed)
     try:
         code = run_training()
-    except ConfigError as error:
+    except (DivergedError, ConfigError) as error:
         print(f"error: {distributed.this_process()}{error}", file=sys.stderr)
-        code = EXIT_REFUSED
+        code = next(code for kind, code in EXITS.items() if isinstance(error, kind))
     except (Exception, KeyboardInterrupt) as error:
+        if not several:
+            raise
         if distributed.is_loss(error):
             distributed.end_lost(error)
         traceback.print_exc()  # Python's own way out would wait for the others
         code = EXIT_SIGNAL + signal.SIGINT if isinstance(error, KeyboardInterrupt) else EXIT_REFUSED
         distributed.leave(code)
-    if 0 < code < EXIT_SIGNAL:
+    if several and 0 < code < EXIT_SIGNAL:
         distributed.leave(code)
     return code
 
@@ -85,14 +89,7 @@ def run_training() -> int:
     """Trains as the flags say; returns the exit code."""
     run_dir, config = Path(flags.FLAGS.run_dir), experiment_from_flags()
     profile = ProfileWindow.parse(flags.FLAGS.profile) if flags.FLAGS.profile is not None else None
-    try:
-        result = train(config, run_dir, profile=profile, notes={"config.gin": operative_gin(config)})
-    except DivergedError as error:
-        print(f"error: {distributed.this_process()}{error}", file=sys.stderr)
-        return EXIT_DIVERGED
-    except SaveError as error:
-        print(f"error: {distributed.this_process()}{error}", file=sys.stderr)
-        return EXIT_NOT_SAVED
+    result = train(config, run_dir, profile=profile, notes={"config.gin": operative_gin(config)})
     if result.interrupted is not None:
         if distributed.is_first():
             print(f"stopped by {result.interrupted.name} after step {result.step}, saved; {GO_ON}")

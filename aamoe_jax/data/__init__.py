@@ -1,29 +1,19 @@
 """Corpora, tokenizers, windows, batches. A dataset is prepared once (launch.prepare) and read by position."""
 
-from aamoe_jax.data.batches import EvaluationBatches, evaluation_batches, iterate, training_batches
+from aamoe_jax.data.batches import evaluation_batches, iterate, training_batches
 from aamoe_jax.data.builder import ensure_prepared, open_corpus, prepare
-from aamoe_jax.data.corpora import SPLITS, Corpus, Survey, survey, text_corpus
+from aamoe_jax.data.corpora import SPLITS, survey, text_corpus
 from aamoe_jax.data.errors import DataError
 from aamoe_jax.data.stream import Stream, dataset_metadata, documents_of
-from aamoe_jax.data.tokenizers import (
-    ByteTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    train_sentencepiece,
-)
+from aamoe_jax.data.tokenizers import ByteTokenizer, SentencePieceTokenizer, load_tokenizer, train_sentencepiece
 from aamoe_jax.data.windows import WindowSource, to_example
 
 __all__ = [
     "SPLITS",
     "ByteTokenizer",
-    "Corpus",
     "DataError",
-    "EvaluationBatches",
     "SentencePieceTokenizer",
     "Stream",
-    "Survey",
-    "Tokenizer",
     "WindowSource",
     "dataset_metadata",
     "documents_of",

@@ -23,7 +23,7 @@ from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import FOLDER, CheckpointStore
 from aamoe_jax.training.evaluation import Validation
 from aamoe_jax.training.interrupt import Agreement, Interrupt
-from aamoe_jax.training.metrics import Clock, MetricsLog, Record, skipped_record, train_record
+from aamoe_jax.training.metrics import Clock, MetricsLog, Record, train_record
 from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.profile import Profiler, ProfileWindow
 from aamoe_jax.training.progress import Progress
@@ -212,7 +212,7 @@ class Recorder:
             raise DivergedError(self._divergence(step, values))
         self._progress.advance()
         if not finite:
-            self._log.write(skipped_record(step))
+            self._log.write({"kind": "skipped", "step": step, "batch": step - 1})
             self._progress.say(f"step {step} skipped: {_reason(step, values)}")
             return
         if step == 1 or _due(step, training.log_every, training.steps):

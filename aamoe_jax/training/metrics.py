@@ -100,11 +100,6 @@ def train_record(step: int, metrics: dict[str, Any], timing: Timing, config: Exp
     return record | ({"layers": layers} if layers else {})
 
 
-def skipped_record(step: int) -> Record:
-    """The line of a step that was not finite, and left the state as it was."""
-    return {"kind": "skipped", "step": step, "batch": step - 1}
-
-
 def loss_fields(sums: dict[str, Any]) -> Record:
     """Nats per target and bits per byte, from sums over targets. Text without a byte has no bits per byte."""
     nll, count, size = float(sums["nll"]), int(sums["count"]), int(sums["bytes"])

@@ -62,11 +62,7 @@ def main(argv: list[str]) -> int:
 
 
 def _action(words: list[str]) -> tuple[str, list[str]]:
-    """The action, and the words behind it.
-
-    Raises:
-      ConfigError: there is no such action, or one that takes no program was given one.
-    """
+    """The action, and the words behind it."""
     actions = (*PROGRAM_ACTIONS, *NAME_ACTIONS)
     if not words:
         raise ConfigError(f"what to do is missing: one of {', '.join(actions)}")

@@ -89,9 +89,6 @@ def parse(accelerator: str, topology: str | None = None) -> Slice:
     Args:
       accelerator: such as v5p-1024 (512 chips: v4, v5p and tpu7x count TensorCores) or v5litepod-256 (256 chips).
       topology: such as 8x8x8. Must be given where the number of chips has no usual shape.
-
-    Raises:
-      ConfigError: there is no such accelerator, or the shape is not one of its shapes.
     """
     match = re.fullmatch(r"(\w+)-(\d+)", accelerator)
     if match is None or match[1] not in GENERATIONS:

@@ -63,11 +63,7 @@ class Gke:
         return shell.script(self._kubectl, jobset.make(name, apply, running), jobset.wait(name))
 
     def manifest(self, job: Job, avoided: Sequence[str], action: Action = "run") -> dict[str, Any]:
-        """The JobSet: `run` probes the hosts and runs the job, `health` probes them and ends.
-
-        Raises:
-          ConfigError: the run folder is not in the shared file system.
-        """
+        """The JobSet: `run` probes the hosts and runs the job, `health` probes them and ends."""
         if not f"{job.run_dir}/".startswith(f"{self.mount}/"):
             refuse(self, "mount", f"the run folder {job.run_dir} is not in it, and would be lost with the pod")
         hosts = self.slice.hosts

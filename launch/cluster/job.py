@@ -21,11 +21,7 @@ def refuse(owner: Any, field: str, wanted: str) -> NoReturn:
 
 
 def check_name(name: str | None) -> str:
-    """The name of a job, if it can be one: nodes, pods and folders are named after it.
-
-    Raises:
-      ConfigError: it cannot, or there is none.
-    """
+    """The name of a job, if it can be one: nodes, pods and folders are named after it."""
     if name is None or not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
         raise ConfigError(f"--name = {name!r}: must be small letters, digits and dashes, at most 40, a letter first")
     return name
@@ -80,11 +76,7 @@ class Job:
         return self._folders()[-1]
 
     def command(self, processes: int) -> list[str]:
-        """What every process of the job runs.
-
-        Raises:
-          ConfigError: the program works in one process, and there are more.
-        """
+        """What every process of the job runs."""
         command = [self.python, "-m", self.program, *self.arguments]
         if processes == 1:
             return command

@@ -42,11 +42,7 @@ def define_flags() -> None:
 
 
 def from_flags(owner: type, **fixed: Any) -> Any:
-    """A Job or a cluster from its flags, and from what is no flag.
-
-    Raises:
-      ConfigError: a setting is missing, or does not fit.
-    """
+    """A Job or a cluster from its flags, and from what is no flag."""
     values = fixed | {name: value for name in settings_of(owner) if (value := flags.FLAGS[name].value) is not None}
     for field in dataclasses.fields(owner):
         if field.default is dataclasses.MISSING and field.name not in values:
@@ -55,11 +51,7 @@ def from_flags(owner: type, **fixed: Any) -> Any:
 
 
 def refuse_others(kind: str) -> None:
-    """Refuses settings of other kinds of clusters: whoever gives one expects it to do something.
-
-    Raises:
-      ConfigError: there is one.
-    """
+    """Refuses settings of other kinds of clusters: whoever gives one expects it to do something."""
     used = settings_of(CLUSTERS[kind]) | settings_of(Job)
     for other in CLUSTERS.values():
         for name in settings_of(other):
