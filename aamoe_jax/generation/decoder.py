@@ -140,14 +140,12 @@ class Decoder:
             row[: len(prompt)] = prompt
         ends, periods = self.params
         counts = np.asarray(lengths, np.int32)
-        x, embedded, fixed = _enter(self.plan, self.params, tokens)
-        caches = []
+        embedded, fixed = _enter(self.plan, self.params, tokens)
+        x, caches = embedded, []
         for index, period in enumerate(periods):
             empty = _empty_caches(self.plan, ends, period, len(prompts))
-            entering = Entering(x, embedded, fixed)
-            x, fixed, filled = _prefill_period(
-                self.plan, ends, period, index, entering, counts, empty, np.float32(budget_scale)
-            )
+            scale = np.float32(budget_scale)
+            x, fixed, filled = _prefill_period(self.plan, ends, period, index, x, embedded, fixed, counts, empty, scale)
             caches.append(filled)
         return State(caches, jnp.asarray(counts), _last_logits(self.plan, self.params, x, counts))
 
@@ -173,22 +171,13 @@ class Decoder:
 _jit = functools.partial(jax.jit, static_argnums=0)
 
 
-class Entering(NamedTuple):
-    """What a period looks at."""
-
-    x: Float[Array, "b L d"]
-    """The residual stream of the prompts."""
-    embedded: Float[Array, "b L d"]
-    """What it was before the first block."""
-    fixed: FixedStreams | None
-    """At this depth, for all places that a row has room for: maps are made once."""
-
-
 @_jit
-def _enter(plan: Plan, params: Parameters, tokens: Int[Array, "b L"]) -> Entering:
+def _enter(
+    plan: Plan, params: Parameters, tokens: Int[Array, "b L"]
+) -> tuple[Float[Array, "b L d"], FixedStreams | None]:
+    """The embedded prompts, and fixed streams for all places that a row has room for: maps are made once."""
     model = plan.model(params.ends, params.periods[0])
-    x = model.embed(tokens)
-    return Entering(x, x, fixed_streams(plan.config, model.embed, plan.capacity))
+    return model.embed(tokens), fixed_streams(plan.config, model.embed, plan.capacity)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -202,16 +191,18 @@ def _prefill_period(
     ends: dict[str, Any],
     period: dict[str, Any],
     index: Int[Array, ""] | int,
-    entering: Entering,
+    x: Float[Array, "b L d"],
+    embedded: Float[Array, "b L d"],
+    fixed: FixedStreams | None,
     lengths: Int[Array, "b"],
     caches: list[Cache],
     scale: Scale,
 ) -> tuple[Float[Array, "b L d"], FixedStreams | None, list[Cache]]:
     """One period of blocks over the prompts; the same executable serves them all."""
-    positions = jnp.broadcast_to(jnp.arange(entering.x.shape[1]), entering.x.shape[:2])
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     context = plan.context((positions < lengths[:, None]).astype(jnp.int32), positions, scale)
-    context = dataclasses.replace(context, embedded=entering.embedded, fixed=entering.fixed)
-    return plan.model(ends, period).periods.prefill(entering.x, context, plan.betas(index, scale), caches)
+    context = dataclasses.replace(context, embedded=embedded, fixed=fixed)
+    return plan.model(ends, period).periods.prefill(x, context, plan.betas(index, scale), caches)
 
 
 @_jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Int
 
 from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.data import evaluation_batches
+from aamoe_jax.data.batches import Batch
 from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.training import distributed
 from aamoe_jax.training.metrics import Record, loss_fields
@@ -40,32 +42,27 @@ class Validation:
             )
             for name, _ in config.data.mixture
         }
-        self._weights = dict(config.data.mixture)
+        self._weights = list(dict(config.data.mixture).values())
         # Whole batches are too large for the memory that micro-batches fit; the rows are the same ones.
         self._count, self._placement = config.training.eval_batches * config.training.accumulate, placement
 
     def __call__(self, params: dict[str, Any], step: int) -> tuple[list[Record], float]:
         """A record per dataset, and the loss that ranks checkpoints: their mean under the weights of the mixture."""
         if not self._compiled:
-            self._compile(params)
-        records = [self._record(params, name, step) for name in self._batches]
-        weights = [self._weights[record["dataset"]] for record in records]
-        return records, float(np.average([record["loss"] for record in records], weights=weights))
+            batch = self._placement.put(next(iter(self._batches.values()))[0], self._rows)
+            self._compiled = [eval_step.lower(params, batch).compile() for eval_step in self._steps]
+            distributed.wait_for_all("compiled")
+        records: list[Record] = []
+        for name, batches in self._batches.items():
+            causal, *row = (self._sums(params, batches, eval_step) for eval_step in self._compiled)
+            records.append({"kind": "validation", "step": step, "dataset": name, **loss_fields(causal)})
+            if row:
+                records[-1]["loss_row"] = loss_fields(row[0])["loss"]
+        return records, float(np.average([record["loss"] for record in records], weights=self._weights))
 
-    def _compile(self, params: dict[str, Any]) -> None:
-        batches = next(iter(self._batches.values()))
-        batch = self._placement.put(batches[0], self._rows)
-        self._compiled = [step.lower(params, batch).compile() for step in self._steps]
-        distributed.wait_for_all("compiled")
-
-    def _record(self, params: dict[str, Any], name: str, step: int) -> Record:
-        causal, *row = (self._sums(params, name, eval_step) for eval_step in self._compiled)
-        record = {"kind": "validation", "step": step, "dataset": name, **loss_fields(causal)}
-        return record | ({"loss_row": loss_fields(row[0])["loss"]} if row else {})
-
-    def _sums(self, params: dict[str, Any], name: str, eval_step: Any) -> dict[str, float]:
+    def _sums(self, params: dict[str, Any], batches: Sequence[Batch], eval_step: Any) -> dict[str, float]:
         total = {"nll": 0.0, "count": 0, "bytes": 0}
-        for batch in itertools.islice(iter(self._batches[name]), self._count):
+        for batch in itertools.islice(batches, self._count):
             with jax.transfer_guard("disallow"):
                 sums = eval_step(params, self._placement.put(batch, self._rows))
             sums = jax.device_get(sums)

@@ -120,7 +120,15 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         incomplete.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         incomplete.replace(self._path)
         self._file = self._path.open("ab", buffering=0)
-        self._writer = _tensorboard_writer(run_dir / "tensorboard", resume_step) if tensorboard == "on" else None
+        if tensorboard == "on":
+            try:
+                import tensorboardX
+            except ImportError as error:
+                raise ConfigError(
+                    "TrainingConfig.tensorboard = 'on': needs tensorboardX: pip install 'aamoe_jax[tensorboard]', or "
+                    "'off'"
+                ) from error
+            self._writer = tensorboardX.SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
@@ -147,16 +155,6 @@ def read_metrics(run_dir: Path) -> list[Record]:
     path = run_dir / FILE
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}\n")]
-
-
-def _tensorboard_writer(directory: Path, resume_step: int) -> Any:
-    try:
-        import tensorboardX
-    except ImportError as error:
-        raise ConfigError(
-            "TrainingConfig.tensorboard = 'on': needs tensorboardX: pip install 'aamoe_jax[tensorboard]', or 'off'"
-        ) from error
-    return tensorboardX.SummaryWriter(str(directory), purge_step=resume_step + 1)
 
 
 def _scalars(record: Record) -> Iterator[tuple[str, float]]:

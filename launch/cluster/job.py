@@ -50,14 +50,7 @@ class Job:
         for field in ("max_retries", "min_free_gib"):
             if getattr(self, field) < 0:
                 refuse(self, field, "must be at least 0")
-        self._check_folder()
-
-    def _check_folder(self) -> None:
-        flag = FOLDER_FLAGS[self.program]
-        folders = self._folders()
-        if not folders:
-            raise ConfigError(f"{flag} is missing: add {flag}=FOLDER, on a file system that all hosts share, after --")
-        folder = folders[-1]
+        flag, folder = FOLDER_FLAGS[self.program], self.run_dir
         if "://" in folder:
             raise ConfigError(
                 f"{flag} = {folder!r}: checkpoints are written to file systems, not to object stores; "
@@ -66,14 +59,14 @@ class Job:
         if not folder.startswith("/"):
             raise ConfigError(f"{flag} = {folder!r}: must begin with /, in a file system that all hosts share")
 
-    def _folders(self) -> list[str]:
-        flag = f"{FOLDER_FLAGS[self.program]}="
-        return [argument.removeprefix(flag) for argument in self.arguments if argument.startswith(flag)]
-
     @property
     def run_dir(self) -> str:
         """The run folder, as all hosts see it."""
-        return self._folders()[-1]
+        flag = FOLDER_FLAGS[self.program]
+        given = [argument for argument in self.arguments if argument.startswith(f"{flag}=")]
+        if not given:
+            raise ConfigError(f"{flag} is missing: add {flag}=FOLDER, on a file system that all hosts share, after --")
+        return given[-1].removeprefix(f"{flag}=")
 
     def command(self, processes: int) -> list[str]:
         """What every process of the job runs."""

@@ -43,7 +43,9 @@ class Slurm:
         return self.nodes * max(1, self.gpus_per_node)
 
     def run(self, job: Job, avoided: Sequence[str]) -> str:
-        return self._submit(job, self.batch(job, (self._probe(job), self._train(job)), avoided))
+        # One that ends must not end the others: they notice, and say with which code.
+        train = shell.lines("srun", "--kill-on-bad-exit=0", *job.command(self.processes))
+        return self._submit(job, self.batch(job, (self._probe(job), train), avoided))
 
     def health(self, job: Job) -> str:
         return self._submit(job, self.batch(job, (self._probe(job),), ()))
@@ -51,10 +53,6 @@ class Slurm:
     def _probe(self, job: Job) -> str:
         per_node = ("srun", f"--nodes={self.nodes}", f"--ntasks={self.nodes}", "--ntasks-per-node=1")
         return shell.lines(*per_node, *job.probe(max(1, self.gpus_per_node)))
-
-    def _train(self, job: Job) -> str:
-        # One that ends must not end the others: they notice, and say with which code.
-        return shell.lines("srun", "--kill-on-bad-exit=0", *job.command(self.processes))
 
     def _submit(self, job: Job, batch: str) -> str:
         log = f'"$HOME/{FOLDER}/{job.name}.log"'
