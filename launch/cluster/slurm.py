@@ -43,7 +43,7 @@ class Slurm:
         return self.nodes * max(1, self.gpus_per_node)
 
     def run(self, job: Job, avoided: Sequence[str]) -> str:
-        # One that ends must not end the others: they notice, and say with which code.
+        """A process that ends must not end the others: they notice, and say with which code."""
         train = shell.lines("srun", "--kill-on-bad-exit=0", *job.command(self.processes))
         return self._submit(job, self.batch(job, (self._probe(job), train), avoided))
 
