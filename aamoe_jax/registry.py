@@ -110,8 +110,8 @@ def own_configs() -> dict[str, type]:
     return {entry.config.__name__: entry.config for entry in MIXERS.values() if entry.config is not None}
 
 
-def _is_config(cls: Any) -> bool:
-    if not dataclasses.is_dataclass(cls) or not cls.__dataclass_params__.frozen:
+def _is_config(cls: type) -> bool:
+    if not dataclasses.is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         return False
     missing = dataclasses.MISSING
     return all(
