@@ -32,7 +32,7 @@ class TestShow:
         assert "normalizer" not in show(["BudgetConfig.beta"])
 
     def test_refuses_a_name_that_is_nothing(self):
-        with pytest.raises(ConfigError, match="no room, no field and no mixer is called nonsense"):
+        with pytest.raises(ConfigError, match="no config, no field and no mixer is called nonsense"):
             show(["nonsense"])
 
     def test_docs_are_the_literals_under_the_fields(self):
