@@ -13,8 +13,8 @@ attention is counted in the same pairs: a step of T queries, T keys and one head
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 
-from benchmarks import measure
 from benchmarks.schedule_report import report
+from experiments.program import command_line, publish, start
 from pallas_kernels import aot, block_sparse_attention, schedule
 from pallas_kernels.block_sparse_attention.tpu import gathered as gathered_path
 from pallas_kernels.block_sparse_attention.tpu.gathered_kernels import CHUNK
@@ -356,23 +356,17 @@ def define_flags() -> None:
     flags.DEFINE_bool("costs", False, f"Write {COSTS.name}, by which `tpu.dispatch` chooses.")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
-    rows, refused = [], []
+def main() -> None:
     kernels = [kernel for kernel in KERNELS if kernel.name in FLAGS.kernels]
-    for chip in FLAGS.chips:
-        for name in FLAGS.shapes:
-            found = measured(chip, kernels, SHAPES[name])
-            rows += found[0]
-            refused += found[1]
+    found = [measured(chip, kernels, SHAPES[name]) for chip in FLAGS.chips for name in FLAGS.shapes]
+    rows, refused = (list(itertools.chain.from_iterable(parts)) for parts in zip(*found, strict=True))
     record = {
-        "command": shlex.join(["python", "-m", "benchmarks.tpu_schedule", *sys.argv[1:]]),
+        "command": command_line("benchmarks.tpu_schedule"),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
         "rows": rows,
         "refused": refused,
     }
-    measure.publish(record, report(record), FLAGS.output)
+    publish(record, report(record), FLAGS.output)
     if FLAGS.golden:
         write_golden(rows)
     if FLAGS.costs:
@@ -380,5 +374,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    start(define_flags, main)

@@ -6,7 +6,8 @@ Ito's palette; maps that grow darker one way). No global state of matplotlib is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from matplotlib.ticker import PercentFormatter
 Record = Mapping[str, Any]
 
 BLUE, VERMILION = "#0072B2", "#D55E00"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "axes.edgecolor": "#999999",
     "axes.grid": True,
     "axes.labelcolor": "#333333",
@@ -49,6 +50,15 @@ MEASURES = {"pairs": "share of pairs", "mass": "share of attention"}
 MARKS = {"\n": "↵", "\t": "→", "\r": "←"}
 
 
+@contextlib.contextmanager
+def picture(path: str | Path, width: float, height: float, **style: Any) -> Iterator[Figure]:
+    """A figure of so many inches to draw on, which is then written."""
+    with mpl.rc_context(STYLE | style):
+        figure = Figure(figsize=(width, height))
+        yield figure
+        figure.savefig(path)
+
+
 def series(records: Sequence[Record], key: str) -> tuple[Num[np.ndarray, "n"], Float[np.ndarray, "n *layers"]]:
     """Steps and values of the records that have `key`, in order of step."""
     found = sorted((record["step"], record[key]) for record in records if record.get(key) is not None)
@@ -66,8 +76,7 @@ def loss_curve(records: Sequence[Record], path: str | Path) -> Figure:
     """
     steps, bits = _required(records, "bits_per_byte")
     validation_steps, validation = series(records, "validation_bits_per_byte")
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 3.6))
+    with picture(path, 6.4, 3.6) as figure:
         axes = figure.subplots()
         smooth = running_mean(bits, max(1, len(bits) // 40))
         axes.plot(steps, bits, color=BLUE, alpha=0.25, linewidth=0.8)
@@ -78,7 +87,6 @@ def loss_curve(records: Sequence[Record], path: str | Path) -> Figure:
         axes.set(xlabel="step", ylabel="bits per byte", ylim=_loss_limits(bits, smooth, validation))
         axes.legend(frameon=False, loc="upper right")
         _add_nats_axis(axes, records)
-        figure.savefig(path)
     return figure
 
 
@@ -136,15 +144,13 @@ def budget_map(
     # Budgets have long tails: a square root keeps the small ones apart, and the top percent share the darkest tone.
     norm = PowerNorm(0.5, vmin=0, vmax=max(1.0, float(np.percentile(list(panels.values()), 99))))
     num_rows = cells[-1][0] + 1
-    with mpl.rc_context(STYLE | {"axes.grid": False}):
-        height = len(panels) * (0.155 * num_rows + 0.3) + 0.2
-        figure = Figure(figsize=(0.082 * columns + 1.1, max(1.8, height)))
+    height = len(panels) * (0.155 * num_rows + 0.3) + 0.2
+    with picture(path, 0.082 * columns + 1.1, max(1.8, height), **{"axes.grid": False}) as figure:
         grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
         for axes, (title, values) in zip(grid, panels.items(), strict=True):
             image = _draw_passage(axes, cells, values, columns, norm)
             axes.set_title(f"{title}: {values.mean():.2f} resources per token", fontsize=9)
         _add_scale(figure, image, list(grid), min(1.0, 3.0 / height))
-        figure.savefig(path)
     return figure
 
 
@@ -214,8 +220,7 @@ def context_expert_share(records: Sequence[Record], path: str | Path) -> Figure:
       records: metrics with `step` and lists with one share per layer under `pairs_local`, `pairs_context`,
         `pairs_expert`, `mass_local`, `mass_context` and `mass_expert`.
     """
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(8.4, 4.4))
+    with picture(path, 8.4, 4.4) as figure:
         grid = figure.subplots(len(MEASURES), len(KINDS), sharex=True, sharey=True)
         for row, (measure, measure_title) in zip(grid, MEASURES.items(), strict=True):
             for axes, kind in zip(row, KINDS, strict=True):
@@ -234,7 +239,6 @@ def context_expert_share(records: Sequence[Record], path: str | Path) -> Figure:
         grid[0, 0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         handles, labels = grid[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center", frameon=False)
-        figure.savefig(path)
     return figure
 
 
