@@ -46,6 +46,7 @@ def define_flags() -> None:
     flags.DEFINE_list("contexts", ["1024", "4096", "16384", "65536"], "Tokens in the cache, ascending.")
     flags.DEFINE_integer("turns", 10, f"Turns of each model at each context, of {TURN} timed tokens.", lower_bound=1)
     flags.DEFINE_integer("layers", 4, "Depth.", lower_bound=1)
+    flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
     measure.define_model_flags()
     flags.adopt_module_key_flags(measure)
 

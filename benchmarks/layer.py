@@ -48,6 +48,7 @@ def define_flags() -> None:
         ["compiler", "process"],
         "`compiler`: its own layout. `process`: also the peak of a process per layer and length (Linux, on a CPU).",
     )
+    flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
     measure.define_model_flags()
     flags.adopt_module_key_flags(measure)
 

@@ -31,7 +31,6 @@ def define_model_flags() -> None:
     flags.DEFINE_integer("experts", 64, "E of AA-MoE.", lower_bound=0)
     flags.DEFINE_float("beta", 4.0, "Mean number of resources per token.")
     flags.DEFINE_integer("max_resources", None, "K_max; 4 * beta if not given.", lower_bound=1)
-    flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
 
 
 def model_config(**fields: Any) -> ModelConfig:

@@ -39,6 +39,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("rounds", 5, "Timed runs of each mixer at each length.", lower_bound=1)
     flags.DEFINE_list("mixers", sorted(MIXERS), f"Which mixers; {STANDARD} is always among them.")
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations and products.")
+    flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
     measure.define_model_flags()
     flags.adopt_module_key_flags(measure)
 

@@ -11,14 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
-import jax.numpy as jnp
 from flax import nnx
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
-from aamoe_jax.cost import forward_flops, parameter_count
+from aamoe_jax.cost import parameter_count
 from aamoe_jax.markdown import table
 from aamoe_jax.model import LanguageModel
-from aamoe_jax.preflight.closed_form import pairs_per_token
+from aamoe_jax.preflight.closed_form import spent_flops
 from experiments.binding import bindable_fields, rebound
 
 Equal = Literal["flops", "parameters"]
@@ -45,8 +44,7 @@ class Match(NamedTuple):
 
 def active_flops(config: ExperimentConfig, length: int) -> float:
     """Per token of a forward pass over rows of that many tokens, readout included; all budgets are spent."""
-    pairs = {"pairs_expert": jnp.asarray(length * pairs_per_token(config.model))}
-    return forward_flops(config.model, 1, length, pairs) / length
+    return spent_flops(config.model, 1, length) / length
 
 
 def parameters(config: ExperimentConfig) -> int:

@@ -31,13 +31,18 @@ def command_line(module: str) -> str:
 
 
 def publish(record: Any, report: str, output: str | Path | None, *, indent: int | None = 1) -> None:
-    """Prints the report, and writes the record to `output`, a .json file, and the report beside it as Markdown."""
+    """Prints the report, and writes it and the record if there is a place for them."""
     print(report, end="")
     if output is not None:
-        path = Path(output)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=indent) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(report, encoding="utf-8")
+        write(record, report, output, indent=indent)
+
+
+def write(record: Any, report: str, output: str | Path, *, indent: int | None = None) -> None:
+    """The record to `output`, a .json file, and the report beside it as Markdown."""
+    path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=indent) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(report, encoding="utf-8")
 
 
 def plain_table(heads: Sequence[str], aligned: str, rows: Iterable[Sequence[object]]) -> str:
