@@ -226,15 +226,8 @@ def report(command: str, config: ExperimentConfig, results: Sequence[Broken]) ->
     sums = ", ".join(f"{digest:08x} in {shards} shards" for shards, digest in digests.items())
     heads = ["went on as", "mesh", "SIGTERM to process", "sent after step", "stopped after", "training loss"]
     rows = [
-        [
-            broken.restart,
-            broken.restart.processes * broken.restart.devices,
-            *(broken.victim, broken.wanted, broken.stopped),
-            f"{broken.loss:.1e}",
-            f"{broken.validation:.1e}",
-            broken.bits,
-        ]
-        for broken in results
+        [one.restart, one.restart.processes * one.restart.devices, *one[1:4], *(f"{x:.1e}" for x in one[4:6]), one.bits]
+        for one in results
     ]
     parts = [
         "# Stopped, and gone on with as other processes",
