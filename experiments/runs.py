@@ -59,7 +59,7 @@ def exit_code(comparison: Callable[[], None]) -> int:
     return 0
 
 
-def with_training(config: ExperimentConfig, **values: int | None) -> ExperimentConfig:
+def with_training(config: ExperimentConfig, **values: Any) -> ExperimentConfig:
     """The experiment with other fields of its training; None: as it is."""
     given = {name: value for name, value in values.items() if value is not None}
     return dataclasses.replace(config, training=dataclasses.replace(config.training, **given))
@@ -155,7 +155,7 @@ def measure(
         "nats_per_token": evaluation.nats_per_token,
         "tokens_per_second": statistics.median(speeds),
         "evaluation": evaluation.to_dict(),
-        "documents": by_document(evaluation.nll_by_target, batches, tokenizer),
+        "documents": by_document(np.asarray(evaluation.nll_by_target), batches, tokenizer),
         "budgets": budgets,
         "eval_batches": eval_batches,
         "corpus_digest": checkpoint.metadata["datasets"][dataset]["corpus_digest"],

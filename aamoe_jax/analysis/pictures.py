@@ -109,11 +109,9 @@ def _loss_limits(
 
 def _add_nats_axis(axes: Axes, records: Sequence[Record]) -> None:
     """A second scale in nats per token, where tokens have a fixed number of bytes (the byte tokenizer)."""
-    ratios = [
-        record["loss"] / record["bits_per_byte"] for record in records if {"loss", "bits_per_byte"} <= set(record)
-    ]
+    ratios = [one["loss"] / one["bits_per_byte"] for one in records if {"loss", "bits_per_byte"} <= set(one)]
     if ratios and np.ptp(ratios) < 1e-3 * np.mean(ratios):
-        ratio = float(np.mean(ratios))
+        ratio: Any = float(np.mean(ratios))
         scale = axes.secondary_yaxis("right", functions=(lambda bits: bits * ratio, lambda nats: nats / ratio))
         scale.set_ylabel("nats per token")
         scale.spines["right"].set_visible(False)
@@ -179,12 +177,9 @@ def _draw_passage(
     image = axes.imshow(ground, cmap=SPENT_COLOURS, norm=norm, aspect="auto", interpolation="nearest")
     for row, column, character, token in cells:
         if character != " ":
-            style = {
-                "color": _ink(SPENT_COLOURS, float(norm(values[token]))),
-                "fontfamily": "monospace",
-                "fontsize": 8.5,
-            }
-            axes.text(column, row, character, ha="center", va="center_baseline", parse_math=False, **style)
+            style: dict[str, Any] = {"fontfamily": "monospace", "fontsize": 8.5, "parse_math": False}
+            ink = _ink(SPENT_COLOURS, float(norm(values[token])))
+            axes.text(column, row, character, ha="center", va="center_baseline", color=ink, **style)
     starts = {row: token for row, _, _, token in reversed(cells)}
     axes.set_yticks(list(starts), [str(token) for token in starts.values()], fontsize=6)
     axes.tick_params(length=0)
@@ -198,7 +193,8 @@ def _add_scale(figure: Figure, image: AxesImage, panels: list[Axes], shrink: flo
     """The colour bar beside all panels."""
     bar = figure.colorbar(image, ax=panels, extend="max", shrink=shrink, aspect=25, pad=0.015)
     bar.set_label("resources")
-    bar.set_ticks([tick for tick in (0, 1, 2, 5, 10, 20, 50, 100, 200, 500) if tick <= image.norm.vmax])
+    largest: Any = image.norm.vmax
+    bar.set_ticks([tick for tick in (0, 1, 2, 5, 10, 20, 50, 100, 200, 500) if tick <= largest])
     bar.outline.set(linewidth=0.5, edgecolor="#999999")
     bar.ax.tick_params(length=2)
     bar.ax.minorticks_off()

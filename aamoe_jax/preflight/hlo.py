@@ -15,8 +15,6 @@ BRANCHES = ("branch_computations", "true_computation", "false_computation")
 CALLS = ("calls", "to_apply", "condition", "body", "called_computations", *BRANCHES)
 CALLED = re.compile(rf"\b({'|'.join(CALLS)})=(\{{[^}}]*\}}|%[\w.\-]+)")
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{\n((?:(?!\}).*\n)*)\}", re.MULTILINE)
-FAST = "S(1)"
-"""Layouts in the chip's fast memory: what lies there takes no main memory and moves nothing through it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +36,7 @@ class Shape:
 
     @property
     def in_main_memory(self) -> bool:
+        """Not in the chip's fast memory, `S(1)`: what lies there moves nothing through main memory."""
         return "S(" not in self.layout
 
 
