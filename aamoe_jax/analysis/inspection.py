@@ -24,6 +24,7 @@ from aamoe_jax.model import merge, structure
 
 UNUSED, LOCAL, CONTEXT, EXPERT = -1, 0, 1, 2
 """What a slot holds: nothing, the own neighbourhood, a routed chunk, an expert."""
+Slots = Int[np.ndarray, "layers L K"]
 LIKELY = 3
 """How many of the most probable next tokens are kept."""
 
@@ -41,13 +42,13 @@ class Inspection:
     """Resources given."""
     budget: Float[np.ndarray, "layers L"]
     """Real budgets B_i; what a token is given is at most their floor."""
-    resource: Int[np.ndarray, "layers L K"]
+    resource: Slots
     """Chunks 0..l-1, experts l..l+E-1; a local resource stands as the own chunk."""
-    kind: Int[np.ndarray, "layers L K"]
+    kind: Slots
     """UNUSED, LOCAL, CONTEXT or EXPERT."""
-    start: Int[np.ndarray, "layers L K"]
+    start: Slots
     """First token that is seen through the slot; 0 for experts."""
-    stop: Int[np.ndarray, "layers L K"]
+    stop: Slots
     """One past the last; 0 for experts."""
     probability: Float[np.ndarray, "layers L K"]
     """P(i, j) of eq 10-14."""
@@ -67,7 +68,7 @@ class Inspection:
         return -(-len(self.tokens) // self.chunk_size)
 
     @property
-    def expert(self) -> Int[np.ndarray, "layers L K"]:
+    def expert(self) -> Slots:
         """Number of the expert in each slot, from 0; -1 where there is none."""
         return np.where(self.kind == EXPERT, self.resource - self.num_chunks, -1)
 
@@ -156,9 +157,7 @@ def slot_kinds(
     return np.where(rank < spent[..., None], kind, UNUSED)
 
 
-def spans(
-    config: AAMoEConfig, resource: Int[np.ndarray, "layers L K"], kind: Int[np.ndarray, "layers L K"]
-) -> tuple[Int[np.ndarray, "layers L K"], Int[np.ndarray, "layers L K"]]:
+def spans(config: AAMoEConfig, resource: Slots, kind: Slots) -> tuple[Slots, Slots]:
     """First token that is seen through each slot and one past the last, in a passage that is one document.
 
     A window crosses the border of chunks; of the chunk before, a routed slot shows what the window leaves over. Else a

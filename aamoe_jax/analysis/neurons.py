@@ -234,10 +234,8 @@ def _grown_heads(
 
 def _persistent(part: Params, config: ModelConfig, rows: str) -> Neurons:
     """Keys and values that are parameters: they meet queries un-turned, and share a softmax with the heads."""
-    keys, values = (
-        _by_head(_float64(part[f"{rows}_{kind}"]).reshape(-1, config.d_model), config.head_dim)
-        for kind in ("keys", "values")
-    )
+    tables = (np.reshape(part[f"{rows}_{kind}"], (-1, config.d_model)) for kind in ("keys", "values"))
+    keys, values = (_by_head(table, config.head_dim) for table in tables)
     return heads_of(part, config).network(keys, values, "softmax", np.zeros(keys.shape[1], int))
 
 
@@ -336,15 +334,11 @@ def likely_tokens(
 def _learned(name: str, config: ModelConfig) -> int:
     total = 0
     for part in _parts(_shapes(name, config)):
-        for rows in ("memory_keys", "expert_keys"):
-            if rows in part:
-                total += config.num_heads * math.prod(part[rows].shape[:-1])
-        if "key" in part:
-            total += part["key"]["kernel"].shape[1]
-        if "down" in part:
-            total += part["down"]["kernel"].shape[0]
-        if "keys" in part:
-            total += part["keys"].shape[0] * part["keys"].shape[2]
+        shapes = {name: value.shape for name, value in part.items() if name.endswith("keys")}
+        shapes |= {name: part[name]["kernel"].shape for name in ("key", "down") if name in part}
+        rows = [math.prod(shapes[name][:-1]) for name in ("memory_keys", "expert_keys") if name in shapes]
+        total += config.num_heads * sum(rows) + shapes.get("key", (0, 0))[1] + shapes.get("down", (0,))[0]
+        total += shapes["keys"][0] * shapes["keys"][2] if "keys" in shapes else 0
     return total
 
 

@@ -21,6 +21,8 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import PercentFormatter
 
 Record = Mapping[str, Any]
+Series = tuple[Num[np.ndarray, "n"], Float[np.ndarray, "n *layers"]]
+Cells = list[tuple[int, int, str, int]]
 
 BLUE, VERMILION = "#0072B2", "#D55E00"
 STYLE: dict[Any, Any] = {
@@ -59,7 +61,7 @@ def picture(path: str | Path, width: float, height: float, **style: Any) -> Iter
         figure.savefig(path)
 
 
-def series(records: Sequence[Record], key: str) -> tuple[Num[np.ndarray, "n"], Float[np.ndarray, "n *layers"]]:
+def series(records: Sequence[Record], key: str) -> Series:
     """Steps and values of the records that have `key`, in order of step."""
     found = sorted((record["step"], record[key]) for record in records if record.get(key) is not None)
     return np.array([step for step, _ in found]), np.array([value for _, value in found], float)
@@ -152,7 +154,7 @@ def budget_map(
     return figure
 
 
-def lay_out(tokens_text: Sequence[str], columns: int) -> list[tuple[int, int, str, int]]:
+def lay_out(tokens_text: Sequence[str], columns: int) -> Cells:
     """(row, column, character, token) of every character of the passage, wrapped at `columns` and after line feeds."""
     cells, row, column = [], 0, 0
     for token, text in enumerate(tokens_text):
@@ -168,7 +170,7 @@ def lay_out(tokens_text: Sequence[str], columns: int) -> list[tuple[int, int, st
 
 
 def _draw_passage(
-    axes: Axes, cells: list[tuple[int, int, str, int]], values: Num[np.ndarray, "tokens"], columns: int, norm: PowerNorm
+    axes: Axes, cells: Cells, values: Num[np.ndarray, "tokens"], columns: int, norm: PowerNorm
 ) -> AxesImage:
     """The passage on its coloured ground. Returns the image, for the colour bar."""
     ground = np.full((cells[-1][0] + 1, columns), np.nan)
@@ -243,7 +245,7 @@ def layer_colours(num_layers: int) -> Float[np.ndarray, "layers 4"]:
     return mpl.colormaps["viridis"](np.linspace(0.0, 0.9, num_layers))
 
 
-def _required(records: Sequence[Record], key: str) -> tuple[Num[np.ndarray, "n"], Float[np.ndarray, "n *layers"]]:
+def _required(records: Sequence[Record], key: str) -> Series:
     steps, values = series(records, key)
     if not len(steps):
         raise ValueError(f"none of {len(records)} records has {key!r}")

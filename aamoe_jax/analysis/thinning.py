@@ -29,7 +29,8 @@ from aamoe_jax.mixers.fixed_maps import fixed_streams
 from aamoe_jax.model import betas_of_blocks, merge, structure
 from aamoe_jax.patterns import mixers_of
 
-Batch = dict[str, Int[np.ndarray, "b L"]]
+Batches = Sequence[dict[str, Int[np.ndarray, "b L"]]]
+ByteLengths = Int[np.ndarray, "V"]
 Params = dict[str, Any]
 STANDARD: str = "attention"
 
@@ -102,11 +103,7 @@ def recall(params: Params, config: ModelConfig, tokens: Int[Array, "b L"]) -> Fl
 
 
 def filter_sweep(
-    params: Params,
-    config: ModelConfig,
-    batches: Sequence[Batch],
-    byte_lengths: Int[np.ndarray, "V"],
-    thresholds: Sequence[float],
+    params: Params, config: ModelConfig, batches: Batches, byte_lengths: ByteLengths, thresholds: Sequence[float]
 ) -> list[dict[str, float]]:
     """Share of neurons kept, nats per token, and what these are above the unfiltered model's, by threshold."""
     whole = _evaluated(params, config, batches, byte_lengths)
@@ -120,12 +117,7 @@ def filter_sweep(
 
 
 def cluster_sweep(
-    params: Params,
-    config: ModelConfig,
-    batches: Sequence[Batch],
-    byte_lengths: Int[np.ndarray, "V"],
-    count: int,
-    kept: Sequence[int],
+    params: Params, config: ModelConfig, batches: Batches, byte_lengths: ByteLengths, count: int, kept: Sequence[int]
 ) -> list[dict[str, float]]:
     """The same for clusters kept, of clusters found on the first batch: share of pairs compared, and recall of exact
     attention."""
@@ -146,9 +138,7 @@ def _record(found: Evaluation, whole: Evaluation, share: str) -> dict[str, float
     return {"kept": float(np.mean(found.statistics[share])), "nats": nats, "above": nats - whole.nats_per_token}
 
 
-def _evaluated(
-    params: Params, config: ModelConfig, batches: Sequence[Batch], byte_lengths: Int[np.ndarray, "V"]
-) -> Evaluation:
+def _evaluated(params: Params, config: ModelConfig, batches: Batches, byte_lengths: ByteLengths) -> Evaluation:
     return Evaluator(structure(config), config, budget=causal_budget(config))(params, batches, byte_lengths)
 
 
