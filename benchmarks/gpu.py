@@ -133,11 +133,6 @@ def sparse(point: Point, max_pairs: int, implementation: str) -> Callable[..., j
     return attend
 
 
-def dense(implementation: str) -> Callable[..., jax.Array]:
-    """Causal attention over the whole text: query, key, value [1, L, H, d] -> output."""
-    return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
-
-
 def gradients(attend: Callable[..., jax.Array], wanted: int) -> Callable[..., Any]:
     """Forward and backward pass: gradients of the sum of squares in the first `wanted` arguments."""
 
@@ -162,9 +157,8 @@ def milliseconds(function: Callable[..., Any], arrays: tuple[Any, ...]) -> float
 
 def both_passes(attend: Callable[..., jax.Array], wanted: int, arrays: tuple[Any, ...], flops: float) -> dict[str, Any]:
     """Time and useful TFLOP/s of the forward pass (`flops`), and of both (3.5 times as many)."""
-    passes = {"forward": (attend, flops), "both": (gradients(attend, wanted), 3.5 * flops)}
     figures: dict[str, Any] = {}
-    for name, (function, useful) in passes.items():
+    for name, function, useful in (("forward", attend, flops), ("both", gradients(attend, wanted), 3.5 * flops)):
         time_ms = milliseconds(function, arrays)
         rate = None if isinstance(time_ms, str) else useful / time_ms / 1e9
         figures[name] = {"milliseconds": time_ms, "teraflops_per_second": rate}
@@ -188,10 +182,8 @@ def verify(implementation: str, point: Point) -> dict[str, float]:
     with jax.default_matmul_precision("highest"):
         expected = evaluate("reference", exact)
     actual = evaluate(implementation, arrays)
-    names = "output", *Arrays._fields[:5]
-    errors = {
-        name: float(np.abs(a - e).max() / np.abs(e).max()) for name, a, e in zip(names, actual, expected, strict=True)
-    }
+    off = [float(np.abs(a - e).max() / np.abs(e).max()) for a, e in zip(actual, expected, strict=True)]
+    errors = dict(zip(("output", *Arrays._fields[:5]), off, strict=True))
     if not max(errors.values()) <= TOLERANCE:  # a NaN is refused too
         raise RuntimeError(f"{implementation} is wrong at {point}: {errors}")
     return errors
@@ -213,7 +205,8 @@ def measure_dense(length: int, width: int) -> dict[str, Any]:
     """Dense causal attention at one length."""
     shape = 1, length, width // FLAGS.head_size, FLAGS.head_size
     arrays = tuple(jax.random.normal(key, shape, "bfloat16") for key in jax.random.split(jax.random.key(1), 3))
-    return both_passes(dense(FLAGS.dense), 3, arrays, 2.0 * length**2 * width)
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=FLAGS.dense)
+    return both_passes(attend, 3, arrays, 2.0 * length**2 * width)
 
 
 def measure_point(point: Point) -> dict[str, Any]:
@@ -250,10 +243,8 @@ def report(record: dict[str, Any]) -> str:
     """The record as markdown."""
     first, *_ = names = [*record["implementations"], "dense"]
     both = [(name, what) for name in names for what in ("forward", "both")]
-    errors = "; ".join(
-        f"m = {m}: " + ", ".join(f"{name} {error:.1e}" for name, error in of.items())
-        for m, of in record["errors"].items()
-    )
+    found = {m: ", ".join(f"{name} {error:.1e}" for name, error in of.items()) for m, of in record["errors"].items()}
+    errors = "; ".join(f"m = {m}: {named}" for m, named in found.items())
     copy = record["copy_gigabytes_per_second"]
     rows = [
         [

@@ -70,9 +70,7 @@ def dense_candidates(case: Callable[[str], Case]) -> dict[str, float | None]:
     return {name: times[name] for name in CANDIDATES}
 
 
-def measure_length(
-    config: ModelConfig, length: int, *, importance: float, rounds: int, memory: Memory
-) -> dict[str, Any]:
+def measure_length(config: ModelConfig, length: int, importance: float, rounds: int, memory: Memory) -> dict[str, Any]:
     """The row of one length."""
     case = functools.partial(Case, config=config, length=length, importance=importance)
     candidates = dense_candidates(case)
@@ -88,8 +86,7 @@ def measure_length(
         "length": length,
         "candidates": candidates,
         "pairs_per_token": figures["spent"],
-        "utilisation": figures["utilisation"],
-        "clip_rate": figures["clip_rate"],
+        **{name: figures[name] for name in ("utilisation", "clip_rate")},
         "product_gflops_per_second": measure.product_flops() / min(times["product"]) / 1e9,
     }
     for kind, one in cases.items():
@@ -120,9 +117,7 @@ def main() -> None:
     config = measure.model_config(num_layers=1, dtype=FLAGS.dtype)
     rows = []
     for length in map(int, FLAGS.lengths):
-        rows.append(
-            measure_length(config, length, importance=FLAGS.importance, rounds=FLAGS.rounds, memory=FLAGS.memory)
-        )
+        rows.append(measure_length(config, length, FLAGS.importance, FLAGS.rounds, FLAGS.memory))
         print(f"L = {length}: speed-up {rows[-1]['speed_up']:.2f}", file=sys.stderr, flush=True)
     record = {
         "command": command_line("benchmarks.layer"),

@@ -94,45 +94,24 @@ def observe(
     """
     aamoe_layers(config)
     wanted = min(max_batches or len(batches), len(batches))
-    parts: list[dict[str, np.ndarray]] = []
-    documents = 0
+    parts, documents = [], 0
     for index in np.unique(np.linspace(0, len(batches) - 1, wanted).astype(int)):
         batch = batches[int(index)]
-        ends = (batch["tokens"] == eos_id).reshape(-1)
+        ends, kept = batch["tokens"].reshape(-1) == eos_id, batch["loss_mask"].reshape(-1) > 0
         logits, statistics = read(config, params, batch, "resources", budget_scale)
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         nats, spent, resource = jax.device_get((nats, statistics["spent"], statistics["resource"]))
-        parts.append(_entries(config, batch, documents + np.cumsum(ends) - ends, nats, spent, resource))
+        kind = slot_kinds(config.aamoe, spent, resource, spent.shape[-1])
+        repeat = np.stack([longest_repeat(*row) for row in zip(batch["tokens"], batch["segment_ids"], strict=True)])
+        per_token = batch["tokens"], batch["positions"], documents + np.cumsum(ends) - ends, repeat, nats
+        per_layer = spent, (kind == CONTEXT).sum(-1), (kind == EXPERT).sum(-1)
+        fields = [x.reshape(-1)[kept] for x in per_token]
+        parts.append(fields + [x.reshape(len(x), -1)[:, kept] for x in per_layer])
         documents += int(ends.sum())
-    fields = {name: np.concatenate([part[name] for part in parts], axis=-1) for name in parts[0]}
-    if not len(fields["token"]):
+    ledger = Ledger(*(np.concatenate(found, axis=-1) for found in zip(*parts, strict=True)))
+    if not len(ledger.token):
         raise ConfigError("copies: there is nothing to predict in this split; prepare a larger dataset")
-    return Ledger(**fields)
-
-
-def _entries(
-    config: ModelConfig,
-    batch: Batch,
-    cluster: Int[np.ndarray, "T"],
-    nats: Float[np.ndarray, "b L"],
-    spent: Int[np.ndarray, "layers b L"],
-    resource: Int[np.ndarray, "layers b L K"],
-) -> dict[str, np.ndarray]:
-    """The fields of a ledger for the tokens of a batch that have a next one."""
-    kept = batch["loss_mask"].reshape(-1) > 0
-    kind = slot_kinds(config.aamoe, spent, resource, spent.shape[-1])
-    rows = zip(batch["tokens"], batch["segment_ids"], strict=True)
-    per_token = {
-        "token": batch["tokens"],
-        "position": batch["positions"],
-        "cluster": cluster,
-        "repeat": np.stack([longest_repeat(*row) for row in rows]),
-        "nats": nats,
-    }
-    per_layer = {"spent": spent, "context": (kind == CONTEXT).sum(-1), "expert": (kind == EXPERT).sum(-1)}
-    return {name: value.reshape(-1)[kept] for name, value in per_token.items()} | {
-        name: value.reshape(len(value), -1)[:, kept] for name, value in per_layer.items()
-    }
+    return ledger
 
 
 def ledger_of(inspection: Inspection) -> Ledger:

@@ -127,7 +127,7 @@ class Heads(NamedTuple):
         self,
         keys: Float[np.ndarray, "H n k"],
         values: Float[np.ndarray, "H n k"],
-        activation: Activation,
+        activation: Any,
         offset: Int[np.ndarray, "n"],
         gate_keys: Float[np.ndarray, "H n k"] | None = None,
     ) -> Neurons:
@@ -195,7 +195,10 @@ def as_neurons(
     found: dict[str, Neurons] = {}
     for part in _parts(mixer):
         if "qkv" in part:
-            found["heads"] = _grown_heads(part, config, MIXERS[name].heads, x, positions)
+            heads, activation = heads_of(part, config), MIXERS[name].heads
+            maps = [heads.W_K, heads.W_V, *([_repeated(part["gate"], config)] if activation == "gated_root" else [])]
+            keys, values, *gates = (np.einsum("nd,Hdk->Hnk", x, weights) for weights in maps)
+            found["heads"] = heads.network(keys, values, activation, positions - positions[-1:], *gates)
         for rows, label in (("memory", "memory"), ("expert", "experts")):
             if f"{rows}_keys" in part:
                 found[label] = _persistent(part, config, rows)
@@ -217,19 +220,6 @@ def mixers_of(params: Params, config: ModelConfig) -> Iterator[tuple[int, str, P
             stacked = blocks[f"{index}_{name}"]["mixer"]
             own = jax.tree.map(lambda leaf, period=period: np.asarray(leaf[period]), stacked)
             yield period * len(config.pattern) + layer, name, own
-
-
-def _grown_heads(
-    part: Params,
-    config: ModelConfig,
-    activation: Any,
-    x: Float[np.ndarray, "n d"],
-    positions: Int[np.ndarray, "n"],
-) -> Neurons:
-    heads = heads_of(part, config)
-    maps = [heads.W_K, heads.W_V, *([_repeated(part["gate"], config)] if activation == "gated_root" else [])]
-    keys, values, *gates = (np.einsum("nd,Hdk->Hnk", x, weights) for weights in maps)
-    return heads.network(keys, values, activation, positions - positions[-1:], *gates)
 
 
 def _persistent(part: Params, config: ModelConfig, rows: str) -> Neurons:

@@ -46,8 +46,7 @@ def budget_sweep(points: Sequence[Record], path: str | Path) -> Figure:
     Args:
       points: `Evaluation.to_dict()` by ascending `budget_scale`.
     """
-    scales = [point["budget_scale"] for point in points]
-    bits = [point["bits_per_byte"] for point in points]
+    scales, bits = ([point[name] for point in points] for name in ("budget_scale", "bits_per_byte"))
     labels = [fraction(scale) for scale in scales]
     with picture(path, 8.4, 3.4) as figure:
         left, right = figure.subplots(1, 2)
@@ -65,7 +64,8 @@ def _draw_spent(axes: Axes, points: Sequence[Record], labels: Sequence[str]) -> 
     """Resources per token as bars, one part for every kind."""
     bottom = np.zeros(len(points))
     for kind, title in KINDS.items():
-        height = np.array([_spent_on(point["statistics"], kind) for point in points])
+        about = (point["statistics"] for point in points)
+        height = np.array([np.mean(np.multiply(each["spent"], each[f"pairs_{kind}"])) for each in about])
         axes.bar(labels, height, bottom=bottom, color=KIND_COLOURS[kind], width=0.62, label=title)
         bottom += height
     for place, total in enumerate(bottom):
@@ -75,10 +75,6 @@ def _draw_spent(axes: Axes, points: Sequence[Record], labels: Sequence[str]) -> 
     axes.margins(y=0.12)
     axes.legend(frameon=False, loc="upper left")
     axes.set(title="What a token spends", xlabel="budget, that of training = 1", ylabel="resources, mean over layers")
-
-
-def _spent_on(statistics: Mapping[str, Sequence[float]], kind: str) -> float:
-    return float(np.mean(np.multiply(statistics["spent"], statistics[f"pairs_{kind}"])))
 
 
 # The length.

@@ -134,9 +134,8 @@ def held_out(
         raise UnfitLengthError(f"{length:g} tokens are not a multiple of document_align = {data.document_align}")
     available = len(Stream(data, name, split))
     if available <= length:
-        raise UnfitLengthError(
-            f"the {split} split of {name!r} has {available} tokens, less than one row of {int(length)}"
-        )
+        found = f"the {split} split of {name!r} has {available} tokens"
+        raise UnfitLengthError(f"{found}, less than one row of {int(length)}")
     length, tokens = int(length), batch_size * data.seq_len
     rows = max(1, tokens // length)
     batches = evaluation_batches(dataclasses.replace(data, seq_len=length), name, split=split, batch_size=rows)
