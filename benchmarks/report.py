@@ -51,18 +51,12 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     """What was wanted and what was reached, as far as the lengths show it."""
     lines = []
     long = [row for row in rows if row["length"] >= EFFICIENCY_FROM]
-    if long:
-        worst = min(row["efficiency"] for row in long)
-        lines.append(
-            f"Efficiency at L >= {EFFICIENCY_FROM} against the fastest attention here: at least {worst:.2f} "
-            f"({_wanted(worst >= EFFICIENCY_WANTED)} >= {EFFICIENCY_WANTED})"
-        )
-        own = [efficiency for row in long if (efficiency := own_efficiency(row)) is not None]
-        if own:
-            lines.append(
-                f"Efficiency at L >= {EFFICIENCY_FROM} against JAX's own attention, where it fits: at least "
-                f"{min(own):.2f} ({_wanted(min(own) >= EFFICIENCY_WANTED)} >= {EFFICIENCY_WANTED})"
-            )
+    own = [efficiency for row in long if (efficiency := own_efficiency(row)) is not None]
+    rivals = {"the fastest attention here": [row["efficiency"] for row in long]}
+    for rival, found in (rivals | {"JAX's own attention, where it fits": own}).items():
+        if found:
+            reached = f"{_wanted(min(found) >= EFFICIENCY_WANTED)} >= {EFFICIENCY_WANTED}"
+            lines.append(f"Efficiency at L >= {EFFICIENCY_FROM} against {rival}: at least {min(found):.2f} ({reached})")
     times = {row["length"]: row["aamoe"]["milliseconds"] for row in rows}
     if {GROWTH_FROM, GROWTH_TO} <= set(times):
         growth = times[GROWTH_TO] / times[GROWTH_FROM]

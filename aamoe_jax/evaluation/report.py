@@ -17,6 +17,10 @@ Record = dict[str, Any]
 PAST_MOVES = "past moves: largest change of a logit before a cut when all tokens from the cut on are replaced"
 SPENT = f"{'MFLOP/token':>13}{'spent':>7}{'clipped':>9}{'past moves':>12}"
 """The last columns of every table: what an evaluation took, and what its probe saw."""
+NOTE = (
+    "note: %s; in this arithmetic rounding can depend on what stands beside a token: float32 on a CPU tells a leak "
+    "from rounding"
+)
 FIXED = {"beta": "beta", "B": "B", "none": "-"}
 
 
@@ -107,15 +111,8 @@ def causality_warnings(records: Iterable[Record], *, exact: bool) -> list[str]:
         if record["budget"] == "row" or moved == 0:
             continue
         name = "without budgets" if record["budget"] is None else f"under {record['budget']} budgets"
-        if exact:
-            warnings.append(
-                f"warning: {name} the past moved by {moved:.2g}: the future leaks, no figure of it is honest"
-            )
-        else:
-            warnings.append(
-                f"note: {name} the past moved by {moved:.2g}; in this arithmetic rounding can depend on what stands "
-                "beside a token: float32 on a CPU tells a leak from rounding"
-            )
+        found = f"{name} the past moved by {moved:.2g}"
+        warnings.append(f"warning: {found}: the future leaks, no figure of it is honest" if exact else NOTE % found)
     return list(dict.fromkeys(warnings))
 
 
