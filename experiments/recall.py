@@ -31,13 +31,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter, ScalarFormatter
 
+from aamoe_jax.analysis.inspection import read
 from aamoe_jax.analysis.pictures import BLUE, VERMILION, picture
-from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
+from aamoe_jax.config import ConfigError, ExperimentConfig, ModelConfig, to_dict
 from aamoe_jax.data import ensure_prepared
-from aamoe_jax.evaluation.perplexity import causal_budget
 from aamoe_jax.markdown import table
 from aamoe_jax.mixers.statistics import summarize
-from aamoe_jax.model import merge
 from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.state import abstract_state, initial_state, place
 from aamoe_jax.training.step import make_train_step
@@ -129,7 +128,7 @@ def run(config: ExperimentConfig, task: Task) -> Result:
     state = initial_state(model, optimizer, training.seed, placement)
     step_function = make_train_step(config, graphdef, optimizer, np.ones(model.vocab_size, np.int32), placement)
     step = jax.jit(step_function, donate_argnums=0)
-    measure = functools.partial(Measure, jax.jit(functools.partial(_read, graphdef, model)), model.aamoe.chunk_size)
+    measure = functools.partial(Measure, functools.partial(_answers, model), model.aamoe.chunk_size)
     learn, held_out = (generator(task, config.data, split) for split in ("train", "validation"))
     random = np.random.default_rng(training.seed)
     rows = functools.partial(examples, rows=training.batch_size, length=length)
@@ -163,11 +162,8 @@ def run(config: ExperimentConfig, task: Task) -> Result:
     }
 
 
-def _read(graphdef: Any, model: Any, params: Any, batch: dict[str, Int[Array, "b L"]]) -> tuple[Array, dict]:
-    budget = causal_budget(model) if model.layers_of("aamoe") else None
-    logits, about = merge(graphdef, params)(
-        batch["tokens"], batch["segment_ids"], batch["positions"], budget=budget, detail="resources"
-    )
+def _answers(model: ModelConfig, params: Any, batch: Mapping[str, Any]) -> tuple[Array, dict[str, Any]]:
+    logits, about = read(model, params, batch, "resources")
     return logits.argmax(-1), about
 
 
