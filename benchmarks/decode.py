@@ -11,11 +11,11 @@ its parameters where it left them, as it does when it decodes alone, and the oth
 from __future__ import annotations
 
 import dataclasses
-import shlex
+import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -27,10 +27,11 @@ from flax import nnx
 from aamoe_jax import cost
 from aamoe_jax.aamoe.cache import Cache
 from aamoe_jax.aamoe.costs import bytes_per_pair
-from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.generation.decoder import Decoder, State
 from aamoe_jax.model import LanguageModel, split
 from benchmarks import measure
+from experiments.program import command_line, plain_table, publish, start
 
 FLAGS = flags.FLAGS
 TURN = 20
@@ -45,26 +46,9 @@ def define_flags() -> None:
     flags.DEFINE_list("contexts", ["1024", "4096", "16384", "65536"], "Tokens in the cache, ascending.")
     flags.DEFINE_integer("turns", 10, f"Turns of each model at each context, of {TURN} timed tokens.", lower_bound=1)
     flags.DEFINE_integer("layers", 4, "Depth.", lower_bound=1)
-    flags.DEFINE_integer("width", 256, "d.", lower_bound=1)
-    flags.DEFINE_integer("heads", 4, "H.", lower_bound=1)
-    flags.DEFINE_integer("chunk_size", 64, "m.", lower_bound=1)
-    flags.DEFINE_integer("experts", 64, "E.", lower_bound=0)
-    flags.DEFINE_float("beta", 4.0, "Mean number of resources per token.")
-    flags.DEFINE_integer("max_resources", None, "K_max; 4 * beta if not given.", lower_bound=1)
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
-
-
-def model_config(pattern: tuple[str, ...]) -> ModelConfig:
-    """The models as the flags describe them."""
-    layer = AAMoEConfig(
-        chunk_size=FLAGS.chunk_size,
-        num_experts=FLAGS.experts,
-        max_resources=FLAGS.max_resources or round(4 * FLAGS.beta),
-        budget=BudgetConfig(beta=FLAGS.beta),
-    )
-    return ModelConfig(
-        d_model=FLAGS.width, num_heads=FLAGS.heads, num_layers=FLAGS.layers, pattern=pattern, aamoe=layer
-    )
+    measure.define_model_flags()
+    flags.adopt_module_key_flags(measure)
 
 
 def random_params(config: ModelConfig) -> dict[str, Any]:
@@ -123,7 +107,7 @@ def measure_context(context: int, *, turns: int) -> dict[str, Any]:
         raise app.UsageError(f"--contexts: {context} must be more than the {tokens} tokens that {turns} turns take")
     runs = {}
     for name, pattern in MODELS.items():
-        config = model_config(pattern)
+        config = measure.model_config(num_layers=FLAGS.layers, pattern=pattern)
         decoder = Decoder(config, random_params(config), length=context)
         drawn = np.random.default_rng(0).integers(0, config.vocab_size, (tokens, 1), np.int32)
         runs[name] = Run(decoder, full_state(decoder, context - tokens, FLAGS.beta), iter(drawn))
@@ -153,33 +137,36 @@ def measure_context(context: int, *, turns: int) -> dict[str, Any]:
 def read_bandwidth() -> float:
     """GB/s of summing 256 MB: what reading memory can do at best here."""
     x = jnp.ones(2**26, jnp.float32)
-    total = jax.jit(jnp.sum)
-    call: Callable[[], Any] = lambda: total(x)  # noqa: E731
+    call = functools.partial(jax.jit(jnp.sum), x)
     call()
     return x.nbytes / min(measure.seconds(call) for _ in range(10)) / 1e9
 
 
 def report(record: dict[str, Any]) -> str:
     """The record as markdown."""
-    lines = [
+    first = record["rows"][0]["aamoe"]["milliseconds"]
+    heads = ["context", "AA-MoE, ms", "over the first row", "MB touched", "GB/s", "dense, ms", "MB touched", "GB/s"]
+    rows = [
+        [
+            row["context"],
+            _time(row["aamoe"]),
+            f"{row['aamoe']['milliseconds'] / first:.2f}",
+            *_traffic(row["aamoe"]),
+            _time(row["dense"]),
+            *_traffic(row["dense"]),
+            f"{row['speed_up']:.1f}",
+        ]
+        for row in record["rows"]
+    ]
+    parts = [
         "# Time per generated token",
-        "",
         f"{record['setting']}, on {record['machine']['cores']} cores of {record['machine']['device']}. "
         f"Reading memory: at most {record['read_gigabytes_per_second']:.0f} GB/s. Medians over {record['tokens']} "
         "tokens, the quartiles in brackets; bytes are what a token must touch, in closed form.",
-        "",
-        "| context | AA-MoE, ms | over the first row | MB touched | GB/s | dense, ms | MB touched | GB/s | speed-up |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        plain_table([*heads, "speed-up"], "r" * 9, rows),
+        measure.closing(record["command"], record["machine"]["versions"]),
     ]
-    first = record["rows"][0]["aamoe"]["milliseconds"]
-    for row in record["rows"]:
-        aamoe, dense = row["aamoe"], row["dense"]
-        lines.append(
-            f"| {row['context']} | {_time(aamoe)} | {aamoe['milliseconds'] / first:.2f} | {_traffic(aamoe)} "
-            f"| {_time(dense)} | {_traffic(dense)} | {row['speed_up']:.1f} |"
-        )
-    versions = ", ".join(f"{name} {version}" for name, version in record["machine"]["versions"].items())
-    return "\n".join([*lines, "", "```", record["command"], "```", "", versions, ""])
+    return "\n\n".join(parts)
 
 
 def _time(figures: dict[str, Any]) -> str:
@@ -187,37 +174,27 @@ def _time(figures: dict[str, Any]) -> str:
     return f"{figures['milliseconds']:.2f} ({low:.2f} to {high:.2f})"
 
 
-def _traffic(figures: dict[str, Any]) -> str:
-    return f"{figures['bytes'] / 1e6:.1f} | {figures['gigabytes_per_second']:.1f}"
+def _traffic(figures: dict[str, Any]) -> list[str]:
+    return [f"{figures['bytes'] / 1e6:.1f}", f"{figures['gigabytes_per_second']:.1f}"]
 
 
-def setting() -> str:
-    """The case in words."""
-    layer = model_config(MODELS["aamoe"]).aamoe
-    return (
-        f"{FLAGS.layers} layers, d = {FLAGS.width}, H = {FLAGS.heads}, m = {FLAGS.chunk_size}, E = {FLAGS.experts}, "
-        f"beta = {FLAGS.beta:g}, K_max = {layer.max_resources}, one row, float32"
-    )
-
-
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
+def main() -> None:
     rows = []
     for context in map(int, FLAGS.contexts):
         rows.append(measure_context(context, turns=FLAGS.turns))
         print(f"context {context}: speed-up {rows[-1]['speed_up']:.1f}", file=sys.stderr, flush=True)
+    config = measure.model_config()
     record = {
-        "command": shlex.join(["python", "-m", "benchmarks.decode", *sys.argv[1:]]),
+        "command": command_line("benchmarks.decode"),
         "machine": measure.machine(),
-        "setting": setting(),
+        "setting": f"{FLAGS.layers} layers, {measure.sizes(config)}, K_max = {config.aamoe.max_resources}, one row, "
+        "float32",
         "tokens": FLAGS.turns * TURN,
         "read_gigabytes_per_second": read_bandwidth(),
         "rows": rows,
     }
-    measure.publish(record, report(record), FLAGS.output)
+    publish(record, report(record), FLAGS.output)
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    start(define_flags, main)

@@ -17,6 +17,8 @@ from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.parts import SideBySide
 
 Attend = Callable[[Array, Array, Array], Array]
+Rows = Float[Array, "b L H k"]
+Heads = Float[Array, "H L k"]
 HIDDEN = -1e30
 """The score of a key in the future: finite, so that a block of such keys alone has no NaN."""
 
@@ -33,17 +35,13 @@ def parallel_layer(
     return attention.output(merge_heads(heads)) + feed_forward(h, context)[0]
 
 
-def masked(
-    query: Float[Array, "b L H k"], key: Float[Array, "b L H k"], value: Float[Array, "b L H k"]
-) -> Float[Array, "b L H k"]:
+def masked(query: Rows, key: Rows, value: Rows) -> Rows:
     """JAX's attention under an explicit mask, as `mixers/attention.py` has it."""
     mask = jnp.tril(jnp.ones((query.shape[1],) * 2, bool))[None, None]
     return jax.nn.dot_product_attention(query, key, value, mask=mask)
 
 
-def causal(
-    query: Float[Array, "b L H k"], key: Float[Array, "b L H k"], value: Float[Array, "b L H k"]
-) -> Float[Array, "b L H k"]:
+def causal(query: Rows, key: Rows, value: Rows) -> Rows:
     """JAX's attention told that it is causal."""
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="xla")
 
@@ -51,41 +49,29 @@ def causal(
 def over_rows(attend: Attend) -> Attend:
     """Attention over [b, L, H, k] from one over a single row, head-major [H, L, k]."""
 
-    def attend_rows(
-        query: Float[Array, "b L H k"], key: Float[Array, "b L H k"], value: Float[Array, "b L H k"]
-    ) -> Float[Array, "b L H k"]:
+    def attend_rows(query: Rows, key: Rows, value: Rows) -> Rows:
         rows = (x.swapaxes(1, 2) for x in (query, key, value))
         return jax.vmap(attend)(*rows).swapaxes(1, 2)
 
     return attend_rows
 
 
-def query_blocks(
-    query: Float[Array, "H L k"], key: Float[Array, "H L k"], value: Float[Array, "H L k"], *, block: int
-) -> Float[Array, "H L k"]:
+def query_blocks(query: Heads, key: Heads, value: Heads, *, block: int) -> Heads:
     """A loop over blocks of queries, each recomputed in the backward pass. It skips nothing."""
     heads, length, size = query.shape
     block = _block_of(block, length)
     blocks = query.reshape(heads, -1, block, size).swapaxes(0, 1)
-
-    @jax.checkpoint
-    def attend_block(inputs: tuple[Array, Array]) -> Array:
-        queries, start = inputs
-        return _block_attention(queries, key, value, start)
-
-    output = jax.lax.map(attend_block, (blocks, jnp.arange(0, length, block)))
-    return output.swapaxes(0, 1).reshape(query.shape)
+    attend = jax.checkpoint(lambda each: _block_attention(each[0], key, value, each[1]))
+    return _join(jax.lax.map(attend, (blocks, jnp.arange(0, length, block))))
 
 
-def triangle(
-    query: Float[Array, "H L k"], key: Float[Array, "H L k"], value: Float[Array, "H L k"], *, block: int
-) -> Float[Array, "H L k"]:
+def triangle(query: Heads, key: Heads, value: Heads, *, block: int) -> Heads:
     """Blocks of queries unrolled, each against the keys up to its own end: the future is skipped."""
     length = query.shape[1]
     block = _block_of(block, length)
-    attend_block = jax.checkpoint(_block_attention)
-    starts = range(0, length, block)
-    outputs = [attend_block(query[:, i : i + block], key[:, : i + block], value[:, : i + block], i) for i in starts]
+    attend = jax.checkpoint(_block_attention)
+    ends = range(block, length + 1, block)
+    outputs = [attend(query[:, i - block : i], key[:, :i], value[:, :i], i - block) for i in ends]
     return jnp.concatenate(outputs, axis=1)
 
 
@@ -115,9 +101,7 @@ def _scores(
 # backward pass computes them again from the saved log-sum-exp.
 
 
-def flash(
-    query: Float[Array, "H L k"], key: Float[Array, "H L k"], value: Float[Array, "H L k"], *, block: int
-) -> Float[Array, "H L k"]:
+def flash(query: Heads, key: Heads, value: Heads, *, block: int) -> Heads:
     """Square blocks under an online softmax. Blocks in the future are skipped, in both passes."""
     scale = query.shape[-1] ** -0.5
     return _flash(_block_of(block, query.shape[1]), scale * query, key, value)
@@ -195,7 +179,5 @@ CANDIDATES: dict[str, Attend] = {
     "causal": causal,
     "query_blocks_512": over_rows(functools.partial(query_blocks, block=512)),
     "triangle_512": over_rows(functools.partial(triangle, block=512)),
-    "flash_64": over_rows(functools.partial(flash, block=64)),
-    "flash_128": over_rows(functools.partial(flash, block=128)),
-    "flash_256": over_rows(functools.partial(flash, block=256)),
+    **{f"flash_{block}": over_rows(functools.partial(flash, block=block)) for block in (64, 128, 256)},
 }

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import shlex
 import statistics
 import sys
 import time
@@ -25,9 +24,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from benchmarks import measure
+from experiments.program import command_line, plain_table, publish, start
 from pallas_kernels.block_sparse_attention import Pairs, block_sparse_attention
 
 FLAGS = flags.FLAGS
@@ -133,11 +133,6 @@ def sparse(point: Point, max_pairs: int, implementation: str) -> Callable[..., j
     return attend
 
 
-def dense(implementation: str) -> Callable[..., jax.Array]:
-    """Causal attention over the whole text: query, key, value [1, L, H, d] -> output."""
-    return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
-
-
 def gradients(attend: Callable[..., jax.Array], wanted: int) -> Callable[..., Any]:
     """Forward and backward pass: gradients of the sum of squares in the first `wanted` arguments."""
 
@@ -162,9 +157,8 @@ def milliseconds(function: Callable[..., Any], arrays: tuple[Any, ...]) -> float
 
 def both_passes(attend: Callable[..., jax.Array], wanted: int, arrays: tuple[Any, ...], flops: float) -> dict[str, Any]:
     """Time and useful TFLOP/s of the forward pass (`flops`), and of both (3.5 times as many)."""
-    passes = {"forward": (attend, flops), "both": (gradients(attend, wanted), 3.5 * flops)}
     figures: dict[str, Any] = {}
-    for name, (function, useful) in passes.items():
+    for name, function, useful in (("forward", attend, flops), ("both", gradients(attend, wanted), 3.5 * flops)):
         time_ms = milliseconds(function, arrays)
         rate = None if isinstance(time_ms, str) else useful / time_ms / 1e9
         figures[name] = {"milliseconds": time_ms, "teraflops_per_second": rate}
@@ -188,10 +182,8 @@ def verify(implementation: str, point: Point) -> dict[str, float]:
     with jax.default_matmul_precision("highest"):
         expected = evaluate("reference", exact)
     actual = evaluate(implementation, arrays)
-    names = "output", *Arrays._fields[:5]
-    errors = {
-        name: float(np.abs(a - e).max() / np.abs(e).max()) for name, a, e in zip(names, actual, expected, strict=True)
-    }
+    off = [float(np.abs(a - e).max() / np.abs(e).max()) for a, e in zip(actual, expected, strict=True)]
+    errors = dict(zip(("output", *Arrays._fields[:5]), off, strict=True))
     if not max(errors.values()) <= TOLERANCE:  # a NaN is refused too
         raise RuntimeError(f"{implementation} is wrong at {point}: {errors}")
     return errors
@@ -213,7 +205,8 @@ def measure_dense(length: int, width: int) -> dict[str, Any]:
     """Dense causal attention at one length."""
     shape = 1, length, width // FLAGS.head_size, FLAGS.head_size
     arrays = tuple(jax.random.normal(key, shape, "bfloat16") for key in jax.random.split(jax.random.key(1), 3))
-    return both_passes(dense(FLAGS.dense), 3, arrays, 2.0 * length**2 * width)
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=FLAGS.dense)
+    return both_passes(attend, 3, arrays, 2.0 * length**2 * width)
 
 
 def measure_point(point: Point) -> dict[str, Any]:
@@ -249,35 +242,29 @@ def measure_grid() -> tuple[list[dict[str, Any]], int]:
 def report(record: dict[str, Any]) -> str:
     """The record as markdown."""
     first, *_ = names = [*record["implementations"], "dense"]
-    cells = [f"{name}, {what}" for name in names for what in ("forward", "both")]
-    errors = "; ".join(
-        f"m = {m}: " + ", ".join(f"{name} {error:.1e}" for name, error in of.items())
-        for m, of in record["errors"].items()
-    )
+    both = [(name, what) for name in names for what in ("forward", "both")]
+    found = {m: ", ".join(f"{name} {error:.1e}" for name, error in of.items()) for m, of in record["errors"].items()}
+    errors = "; ".join(f"m = {m}: {named}" for m, named in found.items())
     copy = record["copy_gigabytes_per_second"]
-    lines = [
+    rows = [
+        [
+            *(row[name] for name in ("width", "m", "budget", "length")),
+            *(_cell(row[name][what] if name in row else None) for name, what in both),
+            _speed_up(row["dense"]["both"], row[first]["both"]),
+        ]
+        for row in record["rows"]
+    ]
+    parts = [
         "# Block-sparse attention on a GPU",
-        "",
         f"{record['machine']['device']}, bfloat16, E = {record['experts']}, d = {record['head_size']}. Milliseconds "
         "and useful TFLOP/s, forward, and forward and backward; routed pairs alone. Dense is causal attention over "
         f"all L tokens ({record['dense']}). A copy: {copy if isinstance(copy, str) else f'{copy:.0f} GB/s'}.",
-        "",
         f"Errors of {first} against the definition, in parts of the largest value. {errors}.",
-        "",
-        "| D | m | b | L | " + " | ".join(cells) + " | speed-up of both |",
-        "|--:" * (5 + len(cells)) + "|",
+        plain_table(["D", "m", "b", "L", *map(", ".join, both), "speed-up of both"], "r" * (5 + len(both)), rows),
     ]
-    for row in record["rows"]:
-        figures = [row[name][what] if name in row else None for name in names for what in ("forward", "both")]
-        lines.append(
-            f"| {row['width']} | {row['m']} | {row['budget']} | {row['length']} | "
-            + " | ".join(map(_cell, figures))
-            + f" | {_speed_up(row['dense']['both'], row[first]['both'])} |"
-        )
     if record["left_out"]:
-        lines += ["", f"{record['left_out']} further points were left out: the time was up."]
-    versions = ", ".join(f"{name} {version}" for name, version in record["machine"]["versions"].items())
-    return "\n".join([*lines, "", "```", record["command"], "```", "", versions, ""])
+        parts.append(f"{record['left_out']} further points were left out: the time was up.")
+    return "\n\n".join([*parts, measure.closing(record["command"], record["machine"]["versions"])])
 
 
 def _cell(figures: dict[str, Any] | None) -> str:
@@ -292,29 +279,23 @@ def _speed_up(slow: dict[str, Any], fast: dict[str, Any]) -> str:
     return "" if OUT_OF_MEMORY in times else f"{times[0] / times[1]:.2f}"
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
+def main() -> None:
     if FLAGS.smoke:
         for name, value in SMOKE.items():
             FLAGS[name].value = value
     errors = {m: verify(FLAGS.implementations[0], check_point(int(m))) for m in FLAGS.chunk_sizes}
     rows, left_out = measure_grid()
     record = {
-        "command": shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
+        "command": command_line("benchmarks.gpu"),
         "machine": measure.machine(),
-        "implementations": FLAGS.implementations,
-        "dense": FLAGS.dense,
-        "experts": FLAGS.experts,
-        "head_size": FLAGS.head_size,
+        **{name: FLAGS[name].value for name in ("implementations", "dense", "experts", "head_size")},
         "errors": errors,
         "copy_gigabytes_per_second": copy_gigabytes_per_second(FLAGS.copied_mib),
         "left_out": left_out,
         "rows": rows,
     }
-    measure.publish(record, report(record), FLAGS.output)
+    publish(record, report(record), FLAGS.output)
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    start(define_flags, main)

@@ -11,22 +11,22 @@ AA-MoE has to beat. Both layers, and a big matrix product as the machine's limit
 from __future__ import annotations
 
 import functools
-import shlex
 import statistics
 import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-from absl import app, flags
+from absl import flags
 from jax.stages import Compiled
 
 from aamoe_jax.aamoe.statistics import summarize
-from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig
+from aamoe_jax.config import ModelConfig
 from benchmarks import measure
 from benchmarks.cases import AAMOE, Case
 from benchmarks.dense import CANDIDATES
 from benchmarks.report import report
+from experiments.program import command_line, publish, start
 
 FLAGS = flags.FLAGS
 Memory = Literal["compiler", "process"]
@@ -38,12 +38,6 @@ def define_flags() -> None:
     """The flags of this program."""
     flags.DEFINE_list("lengths", ["1024", "2048", "4096", "8192", "16384"], "L: tokens of the one row, ascending.")
     flags.DEFINE_integer("rounds", 7, "Timed runs of each layer at each length.", lower_bound=1)
-    flags.DEFINE_integer("width", 256, "d.", lower_bound=1)
-    flags.DEFINE_integer("heads", 4, "H.", lower_bound=1)
-    flags.DEFINE_integer("chunk_size", 64, "m.", lower_bound=1)
-    flags.DEFINE_integer("experts", 64, "E.", lower_bound=0)
-    flags.DEFINE_float("beta", 4.0, "Mean number of resources per token.")
-    flags.DEFINE_integer("max_resources", None, "K_max; 4 * beta if not given.", lower_bound=1)
     flags.DEFINE_float(
         "importance", 1.0, "How much budgets vary: standard deviation of w_B . h / sqrt(d). 0: alike.", 0.0
     )
@@ -55,27 +49,8 @@ def define_flags() -> None:
         "`compiler`: its own layout. `process`: also the peak of a process per layer and length (Linux, on a CPU).",
     )
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
-
-
-def model_config() -> ModelConfig:
-    """The layers as the flags describe them."""
-    layer = AAMoEConfig(
-        chunk_size=FLAGS.chunk_size,
-        num_experts=FLAGS.experts,
-        max_resources=FLAGS.max_resources or round(4 * FLAGS.beta),
-        budget=BudgetConfig(beta=FLAGS.beta),
-    )
-    return ModelConfig(d_model=FLAGS.width, num_heads=FLAGS.heads, num_layers=1, dtype=FLAGS.dtype, aamoe=layer)
-
-
-def setting(config: ModelConfig, importance: float) -> str:
-    """The case in words."""
-    layer = config.aamoe
-    return (
-        f"d = {config.d_model}, H = {config.num_heads}, m = {layer.chunk_size}, E = {layer.num_experts}, "
-        f"beta = {layer.budget.beta:g}, K_max = {layer.max_resources}, "
-        f"importance {importance:g}, one row, {config.dtype}"
-    )
+    measure.define_model_flags()
+    flags.adopt_module_key_flags(measure)
 
 
 def dense_candidates(case: Callable[[str], Case]) -> dict[str, float | None]:
@@ -95,9 +70,7 @@ def dense_candidates(case: Callable[[str], Case]) -> dict[str, float | None]:
     return {name: times[name] for name in CANDIDATES}
 
 
-def measure_length(
-    config: ModelConfig, length: int, *, importance: float, rounds: int, memory: Memory
-) -> dict[str, Any]:
+def measure_length(config: ModelConfig, length: int, importance: float, rounds: int, memory: Memory) -> dict[str, Any]:
     """The row of one length."""
     case = functools.partial(Case, config=config, length=length, importance=importance)
     candidates = dense_candidates(case)
@@ -113,8 +86,7 @@ def measure_length(
         "length": length,
         "candidates": candidates,
         "pairs_per_token": figures["spent"],
-        "utilisation": figures["utilisation"],
-        "clip_rate": figures["clip_rate"],
+        **{name: figures[name] for name in ("utilisation", "clip_rate")},
         "product_gflops_per_second": measure.product_flops() / min(times["product"]) / 1e9,
     }
     for kind, one in cases.items():
@@ -141,27 +113,23 @@ def layer_figures(case: Case, compiled: Compiled, flops: float, times: list[floa
     }
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
-    config = model_config()
+def main() -> None:
+    config = measure.model_config(num_layers=1, dtype=FLAGS.dtype)
     rows = []
     for length in map(int, FLAGS.lengths):
-        rows.append(
-            measure_length(config, length, importance=FLAGS.importance, rounds=FLAGS.rounds, memory=FLAGS.memory)
-        )
+        rows.append(measure_length(config, length, FLAGS.importance, FLAGS.rounds, FLAGS.memory))
         print(f"L = {length}: speed-up {rows[-1]['speed_up']:.2f}", file=sys.stderr, flush=True)
     record = {
-        "command": shlex.join(["python", "-m", "benchmarks.layer", *sys.argv[1:]]),
+        "command": command_line("benchmarks.layer"),
         "machine": measure.machine(),
-        "setting": setting(config, FLAGS.importance),
+        "setting": f"{measure.sizes(config)}, K_max = {config.aamoe.max_resources}, importance {FLAGS.importance:g}, "
+        f"one row, {config.dtype}",
         "rounds": FLAGS.rounds,
         "product_gflops_per_second": max(row["product_gflops_per_second"] for row in rows),
         "rows": rows,
     }
-    measure.publish(record, report(record), FLAGS.output)
+    publish(record, report(record), FLAGS.output)
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    start(define_flags, main)

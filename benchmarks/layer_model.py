@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import app, flags
+from absl import flags
 
 from benchmarks import measure
+from experiments.program import command_line, plain_table, publish, start
 from pallas_kernels.chips import TPUS, Chip
 
 FLAGS = flags.FLAGS
@@ -132,24 +131,23 @@ def model(schedule: dict[str, Any], lengths: list[int]) -> list[dict[str, Any]]:
 
 def report(record: dict[str, Any]) -> str:
     """The record as markdown."""
-    lines = [
+    rows = []
+    for row in record["rows"]:
+        ours, theirs = row["aamoe"], row["dense"]
+        cells = [sum(ours.values()), *ours.values(), sum(theirs.values()), theirs["attention"]]
+        rows.append([row["chip"], row["length"], *(f"{cell:.0f}" for cell in cells), f"{row['speed_up']:.1f}"])
+    heads = ["chip", "L", "AA-MoE", "projections", "router", "scores", "tables", "attention", "dense", "attention"]
+    parts = [
         "# One layer on TPUs, modelled",
-        "",
         f"Nanoseconds a token, forward and backward, on one core: AA-MoE (D = {WIDTH}, H = {HEADS}, m = {M}, E = "
         f"{EXPERTS}, beta = {BETA}) against dense flash attention and a feed-forward of width {HIDDEN}. Modelled from "
         f"the compilers' schedules, not measured: kernels times {CALIBRATION:g}, tiles filled to {FILL:g} at most, "
         f"products at {PRODUCT_EFFICIENCY:.1%} of peak, everything else at HBM's bandwidth. The two layers are not of "
         "equal quality.",
-        "",
-        "| chip | L | AA-MoE | projections | router | scores | tables | attention | dense | attention | speed-up |",
-        "|---|" + "--:|" * 10,
+        plain_table([*heads, "speed-up"], "l" + "r" * 10, rows),
+        measure.closing(record["command"], f"From: `{record['schedule']}`"),
     ]
-    for row in record["rows"]:
-        ours, theirs = row["aamoe"], row["dense"]
-        cells = [sum(ours.values()), *ours.values(), sum(theirs.values()), theirs["attention"]]
-        numbers = " | ".join(f"{cell:.0f}" for cell in cells)
-        lines.append(f"| {row['chip']} | {row['length']} | {numbers} | {row['speed_up']:.1f} |")
-    return "\n".join([*lines, "", "```", record["command"], "```", "", f"From: `{record['schedule']}`", ""])
+    return "\n\n".join(parts)
 
 
 def define_flags() -> None:
@@ -159,18 +157,15 @@ def define_flags() -> None:
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
+def main() -> None:
     schedule = json.loads(Path(FLAGS.schedule).read_text())
     record = {
-        "command": shlex.join(["python", "-m", "benchmarks.layer_model", *sys.argv[1:]]),
+        "command": command_line("benchmarks.layer_model"),
         "schedule": schedule["command"],
         "rows": model(schedule, [int(length) for length in FLAGS.lengths]),
     }
-    measure.publish(record, report(record), FLAGS.output)
+    publish(record, report(record), FLAGS.output)
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    start(define_flags, main)

@@ -1,8 +1,7 @@
-"""Time, memory, the limit of the machine, and the machine itself."""
+"""What benchmarks share: their models, time, memory, the limit of the machine, and the machine itself."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import platform
@@ -13,12 +12,45 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 from jax.stages import Compiled
 
+from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig
 from aamoe_jax.training.checkpoints import library_versions
 from benchmarks.cases import Case
 
+FLAGS = flags.FLAGS
 PRODUCT_WIDTH = 2048
+
+
+def define_model_flags() -> None:
+    """The flags of benchmarks of this library's models."""
+    flags.DEFINE_integer("width", 256, "d.", lower_bound=1)
+    flags.DEFINE_integer("heads", 4, "H.", lower_bound=1)
+    flags.DEFINE_integer("chunk_size", 64, "m.", lower_bound=1)
+    flags.DEFINE_integer("experts", 64, "E of AA-MoE.", lower_bound=0)
+    flags.DEFINE_float("beta", 4.0, "Mean number of resources per token.")
+    flags.DEFINE_integer("max_resources", None, "K_max; 4 * beta if not given.", lower_bound=1)
+
+
+def model_config(**fields: Any) -> ModelConfig:
+    """The model as the flags describe it, and these fields."""
+    layer = AAMoEConfig(
+        chunk_size=FLAGS.chunk_size,
+        num_experts=FLAGS.experts,
+        max_resources=FLAGS.max_resources or round(4 * FLAGS.beta),
+        budget=BudgetConfig(beta=FLAGS.beta),
+    )
+    return ModelConfig(d_model=FLAGS.width, num_heads=FLAGS.heads, aamoe=layer, **fields)
+
+
+def sizes(config: ModelConfig) -> str:
+    """Of a model, in words."""
+    layer = config.aamoe
+    return (
+        f"d = {config.d_model}, H = {config.num_heads}, m = {layer.chunk_size}, E = {layer.num_experts}, "
+        f"beta = {layer.budget.beta:g}"
+    )
 
 
 def compile_case(case: Case) -> Compiled:
@@ -95,15 +127,11 @@ def available_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def publish(record: dict[str, Any], report: str, output: str | None) -> None:
-    """Prints the report, and writes the record as JSON to `output` and the report beside it as markdown."""
-    print(report, end="")
-    if output is None:
-        return
-    path = Path(output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    path.with_suffix(".md").write_text(report)
+def closing(command: str, notes: Mapping[str, str] | str) -> str:
+    """What reports end with: the command, and versions by name, or a remark."""
+    if not isinstance(notes, str):
+        notes = ", ".join(f"{name} {version}" for name, version in notes.items())
+    return f"```\n{command}\n```\n\n{notes}\n"
 
 
 def machine() -> dict[str, Any]:

@@ -14,10 +14,8 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import os
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,6 +36,7 @@ from aamoe_jax.training.loop import BATCH_FIELDS
 from aamoe_jax.training.state import place
 from aamoe_jax.training.step import gradients_and_metrics, over_mesh
 from experiments.binding import load_experiment
+from experiments.program import command_line, plain_table, publish
 
 SMALL = (
     "ModelConfig.vocab_size = 64",
@@ -194,16 +193,14 @@ def _difference(x: np.ndarray, y: np.ndarray) -> float:
 
 def table(rows: Sequence[Row]) -> str:
     """As Markdown."""
-    lines = [
-        f"| {' x '.join(AXES)} | loss | gradients | pairs | collectives of a step (bytes a device sends) | bytes |",
-        "|---|--:|--:|--:|---|--:|",
-    ]
+    lines = []
     for row in rows:
         sent = sum(size for _, size in row.collectives.values())
         what = ", ".join(f"{count} {name} ({size:,.0f})" for name, (count, size) in row.collectives.items())
         mesh = " x ".join(map(str, row.mesh))
-        lines.append(f"| {mesh} | {row.loss:.1e} | {row.gradient:.1e} | {row.pairs:g} | {what} | {sent:,.0f} |")
-    return "\n".join(lines)
+        lines.append([mesh, f"{row.loss:.1e}", f"{row.gradient:.1e}", f"{row.pairs:g}", what, f"{sent:,.0f}"])
+    heads = [" x ".join(AXES), "loss", "gradients", "pairs", "collectives of a step (bytes a device sends)", "bytes"]
+    return plain_table(heads, "lrrrlr", lines)
 
 
 def parse_meshes(text: str, devices: int) -> list[tuple[int, ...]]:
@@ -247,13 +244,9 @@ def main() -> int:
     for mesh in meshes:
         rows.append(measure(config, mesh, one))
         print(table(rows[-1:]).splitlines()[-1], file=sys.stderr)
-    print(table(rows))
-    if given.output:
-        command = shlex.join(["python", "-m", "benchmarks.meshes", *sys.argv[1:]])
-        result = {"command": command, "jax": jax.__version__, "rows": [dataclasses.asdict(row) for row in rows]}
-        given.output.write_text(json.dumps(result, indent=1) + "\n")
-        text = f"{__doc__}\n{table(rows)}\n\n```\n{command}\n```\n"
-        given.output.with_suffix(".md").write_text(text)
+    command = command_line("benchmarks.meshes")
+    result = {"command": command, "jax": jax.__version__, "rows": [dataclasses.asdict(row) for row in rows]}
+    publish(result, f"{__doc__}\n{table(rows)}\n\n```\n{command}\n```\n", given.output)
     return 0
 
 

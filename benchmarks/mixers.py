@@ -11,7 +11,6 @@ says of the FLOPs. Prints the tables; --output writes the record as JSON, and th
 from __future__ import annotations
 
 import functools
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -21,13 +20,14 @@ import jax
 from absl import app, flags
 from jax.stages import Compiled
 
-from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.ledger.compiled import Inputs, Row, Trial
 from aamoe_jax.mixers.build import costs
 from aamoe_jax.mixers.costs import Setting
 from aamoe_jax.registry import MIXERS
 from benchmarks import measure
-from benchmarks.report import Column, table
+from benchmarks.report import table
+from experiments.program import command_line, publish, start
 
 FLAGS = flags.FLAGS
 STANDARD: str = "attention"
@@ -38,24 +38,10 @@ def define_flags() -> None:
     flags.DEFINE_list("lengths", ["1024", "4096", "16384"], "L: tokens of the one row, ascending.")
     flags.DEFINE_integer("rounds", 5, "Timed runs of each mixer at each length.", lower_bound=1)
     flags.DEFINE_list("mixers", sorted(MIXERS), f"Which mixers; {STANDARD} is always among them.")
-    flags.DEFINE_integer("width", 256, "d.", lower_bound=1)
-    flags.DEFINE_integer("heads", 4, "H.", lower_bound=1)
-    flags.DEFINE_integer("chunk_size", 64, "m.", lower_bound=1)
-    flags.DEFINE_integer("experts", 64, "E of AA-MoE.", lower_bound=0)
-    flags.DEFINE_float("beta", 4.0, "Mean number of resources per token.")
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations and products.")
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
-
-
-def model_config() -> ModelConfig:
-    """The mixers as the flags describe them, and as configs do by default."""
-    layer = AAMoEConfig(
-        chunk_size=FLAGS.chunk_size,
-        num_experts=FLAGS.experts,
-        max_resources=round(4 * FLAGS.beta),
-        budget=BudgetConfig(beta=FLAGS.beta),
-    )
-    return ModelConfig(d_model=FLAGS.width, num_heads=FLAGS.heads, num_layers=1, dtype=FLAGS.dtype, aamoe=layer)
+    measure.define_model_flags()
+    flags.adopt_module_key_flags(measure)
 
 
 def chosen(wanted: list[str]) -> list[str]:
@@ -134,43 +120,33 @@ def length_table(row: Mapping[str, Any]) -> str:
     """One line per mixer."""
     standard = row["mixers"][STANDARD]
 
-    def relative(key: str) -> Callable[[Mapping[str, Any]], str]:
-        return lambda entry: (
-            f"{entry[key] / standard[key]:.2f}" if entry[key] is not None and standard[key] is not None else "-"
-        )
+    def relative(entry: Mapping[str, Any], key: str) -> str:
+        return "-" if None in (entry[key], standard[key]) else f"{entry[key] / standard[key]:.2f}"
 
-    columns: list[Column] = [
-        ("mixer", lambda entry: entry["name"]),
-        ("ms", lambda entry: "does not fit" if entry["milliseconds"] is None else f"{entry['milliseconds']:.1f}"),
-        ("time", relative("milliseconds")),
-        ("FLOPs", relative("flops")),
-        ("MiB", lambda entry: f"{entry['compiled_bytes'] / 2**20:.0f}"),
-        ("memory", relative("compiled_bytes")),
-    ]
-    return table([{"name": name, **entry} for name, entry in row["mixers"].items()], columns)
+    lines = []
+    for name, entry in row["mixers"].items():
+        time = "does not fit" if entry["milliseconds"] is None else f"{entry['milliseconds']:.1f}"
+        ratios = [relative(entry, key) for key in ("milliseconds", "flops", "compiled_bytes")]
+        lines.append([name, time, *ratios[:2], f"{entry['compiled_bytes'] / 2**20:.0f}", ratios[2]])
+    return table(["mixer", "ms", "time", "FLOPs", "MiB", "memory"], lines)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
-    config, names, room = model_config(), chosen(FLAGS.mixers), measure.available_bytes() / 2
-    rows = []
+def main() -> None:
+    config, names = measure.model_config(num_layers=1, dtype=FLAGS.dtype), chosen(FLAGS.mixers)
+    room, rows = measure.available_bytes() / 2, []
     for length in map(int, FLAGS.lengths):
         rows.append(measure_length(config, names, length, FLAGS.rounds, room))
         print(f"L = {length}: done", file=sys.stderr, flush=True)
-    layer = config.aamoe
     record = {
-        "command": shlex.join(["python", "-m", "benchmarks.mixers", *sys.argv[1:]]),
+        "command": command_line("benchmarks.mixers"),
         "machine": measure.machine(),
-        "setting": f"d = {config.d_model}, H = {config.num_heads}, m = {layer.chunk_size}, E = {layer.num_experts}, "
-        f"beta = {layer.budget.beta:g}, one row, {config.dtype}",
+        "setting": f"{measure.sizes(config)}, one row, {config.dtype}",
         "rounds": FLAGS.rounds,
         "room_bytes": room,
         "rows": rows,
     }
-    measure.publish(record, report(record), FLAGS.output)
+    publish(record, report(record), FLAGS.output)
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    start(define_flags, main)

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aamoe_jax import markdown
 
 Row = Mapping[str, Any]
-Column = tuple[str, Callable[[Row], str]]
+table = functools.partial(markdown.table, numbers=True)
 
 EFFICIENCY_WANTED, EFFICIENCY_FROM = 0.6, 4096
 OWN = ("masked", "causal")
 """The candidates that are `jax.nn.dot_product_attention`."""
 GROWTH_WANTED, GROWTH_FROM, GROWTH_TO = 5.0, 4096, 16384
-
-
-def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """A Markdown table of these columns of every row."""
-    return markdown.table(
-        [title for title, _ in columns], [[show(row) for _, show in columns] for row in rows], numbers=True
-    )
 
 
 def report(record: Mapping[str, Any]) -> str:
@@ -33,21 +27,21 @@ def report(record: Mapping[str, Any]) -> str:
         f"{machine['device']}, {machine['cores']} cores, JAX {machine['versions']['jax']}; {record['setting']}. "
         f"Median of {record['rounds']} rounds; in each round every layer runs once, one after the other.",
         "\n".join(f"* {line}" for line in verdicts(rows)),
-        "## Time\n\n" + table(rows, time_columns(limit)),
+        "## Time\n\n" + time_table(rows, limit),
         "`dense` is the parallel transformer layer with the fastest causal attention at that length. Speed-up: its "
         "time over AA-MoE's. FLOP ratio: its FLOPs over AA-MoE's, in closed form with the pairs really spent. "
         "Efficiency: speed-up over FLOP ratio. JAX's own: the same layer with `jax.nn.dot_product_attention`, the "
         "faster of `masked` and `causal` below, and the efficiency against it. GFLOP/s: closed form over time. "
         f"Limit: the {limit:.0f} GFLOP/s that a big matrix product reached in this run.",
-        "## Memory\n\n" + table(with_previous(rows), MEMORY_COLUMNS),
+        "## Memory\n\n" + memory_table(rows),
         "Compiled: arguments, outputs and temporaries in the compiler's layout; the other columns follow from it. "
         "Process: peak resident memory that a process of its own needed beyond what it held before. Growth: bytes per "
         "token over those at the length before. KiB/further token: bytes beyond those of the length before, per token "
         "beyond it; memory is linear where this stays the same.",
-        "## FLOPs\n\n" + table(rows, FLOPS_COLUMNS),
+        "## FLOPs\n\n" + flops_table(rows),
         "The compiler counts the body of a loop once, however often it runs, so its figure is low for everything that "
         "loops over blocks, as AA-MoE's attention does.",
-        "## Dense attention\n\n" + table(rows, candidate_columns(rows)),
+        "## Dense attention\n\n" + candidate_table(rows),
         "Milliseconds of the whole layer; `-`: it did not fit into memory.",
     ]
     return "\n\n".join(sections) + "\n"
@@ -57,18 +51,12 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     """What was wanted and what was reached, as far as the lengths show it."""
     lines = []
     long = [row for row in rows if row["length"] >= EFFICIENCY_FROM]
-    if long:
-        worst = min(row["efficiency"] for row in long)
-        lines.append(
-            f"Efficiency at L >= {EFFICIENCY_FROM} against the fastest attention here: at least {worst:.2f} "
-            f"({_wanted(worst >= EFFICIENCY_WANTED)} >= {EFFICIENCY_WANTED})"
-        )
-        own = [efficiency for row in long if (efficiency := own_efficiency(row)) is not None]
-        if own:
-            lines.append(
-                f"Efficiency at L >= {EFFICIENCY_FROM} against JAX's own attention, where it fits: at least "
-                f"{min(own):.2f} ({_wanted(min(own) >= EFFICIENCY_WANTED)} >= {EFFICIENCY_WANTED})"
-            )
+    own = [efficiency for row in long if (efficiency := own_efficiency(row)) is not None]
+    rivals = {"the fastest attention here": [row["efficiency"] for row in long]}
+    for rival, found in (rivals | {"JAX's own attention, where it fits": own}).items():
+        if found:
+            reached = f"{_wanted(min(found) >= EFFICIENCY_WANTED)} >= {EFFICIENCY_WANTED}"
+            lines.append(f"Efficiency at L >= {EFFICIENCY_FROM} against {rival}: at least {min(found):.2f} ({reached})")
     times = {row["length"]: row["aamoe"]["milliseconds"] for row in rows}
     if {GROWTH_FROM, GROWTH_TO} <= set(times):
         growth = times[GROWTH_TO] / times[GROWTH_FROM]
@@ -110,86 +98,49 @@ def _per_token(row: Row, kind: str) -> float:
     return row[kind]["compiled_bytes"] / row["length"]
 
 
-def _length(row: Row) -> str:
-    return str(row["length"])
+def time_table(rows: Sequence[Row], limit: float) -> str:
+    """Times and what they are over; `limit` is in GFLOP/s."""
+    heads = ["L", "AA-MoE ms", "dense ms", "dense attention", "speed-up", "FLOP ratio", "efficiency", "JAX's own ms"]
+    heads += ["efficiency", "AA-MoE GFLOP/s", "of limit", "dense GFLOP/s", "pairs/token", "clipped"]
+    lines = []
+    for row in rows:
+        aamoe, dense = row["aamoe"], row["dense"]
+        cells = [str(row["length"]), f"{aamoe['milliseconds']:.1f}", f"{dense['milliseconds']:.1f}", dense["layer"]]
+        cells += [f"{row[name]:.2f}" for name in ("speed_up", "flop_ratio", "efficiency")]
+        cells += [_or_dash(own_milliseconds(row), ".0f"), _or_dash(own_efficiency(row), ".2f")]
+        speeds = (aamoe["gflops_per_second"], dense["gflops_per_second"])
+        cells += [f"{speeds[0]:.0f}", f"{speeds[0] / limit:.0%}", f"{speeds[1]:.0f}"]
+        lines.append([*cells, f"{row['pairs_per_token']:.2f}", f"{row['clip_rate']:.1%}"])
+    return table(heads, lines)
 
 
-def time_columns(limit: float) -> list[Column]:
-    """Columns of the table of times; `limit` is in GFLOP/s."""
-
-    def speed(kind: str) -> Callable[[Row], str]:
-        return lambda row: f"{row[kind]['gflops_per_second']:.0f}"
-
-    return [
-        ("L", _length),
-        ("AA-MoE ms", lambda row: f"{row['aamoe']['milliseconds']:.1f}"),
-        ("dense ms", lambda row: f"{row['dense']['milliseconds']:.1f}"),
-        ("dense attention", lambda row: row["dense"]["layer"]),
-        ("speed-up", lambda row: f"{row['speed_up']:.2f}"),
-        ("FLOP ratio", lambda row: f"{row['flop_ratio']:.2f}"),
-        ("efficiency", lambda row: f"{row['efficiency']:.2f}"),
-        ("JAX's own ms", lambda row: _or_dash(own_milliseconds(row), ".0f")),
-        ("efficiency", lambda row: _or_dash(own_efficiency(row), ".2f")),
-        ("AA-MoE GFLOP/s", speed("aamoe")),
-        ("of limit", lambda row: f"{row['aamoe']['gflops_per_second'] / limit:.0%}"),
-        ("dense GFLOP/s", speed("dense")),
-        ("pairs/token", lambda row: f"{row['pairs_per_token']:.2f}"),
-        ("clipped", lambda row: f"{row['clip_rate']:.1%}"),
-    ]
+def memory_table(rows: Sequence[Row]) -> str:
+    """Bytes of both layers, and how they grow from one length to the next."""
+    heads = ["L"]
+    for name in ("AA-MoE", "dense"):
+        heads += [f"{name} compiled MiB", "process MiB", "KiB/token", "growth", "KiB/further token"]
+    pairs = zip(rows, [None, *rows], strict=False)
+    lines = [[str(row["length"]), *_memory(row, last, "aamoe"), *_memory(row, last, "dense")] for row, last in pairs]
+    return table(heads, lines)
 
 
-def with_previous(rows: Sequence[Row]) -> list[Row]:
-    """Every row with the one before it; the first has none."""
-    return [dict(row, previous=previous) for row, previous in zip(rows, [None, *rows], strict=False)]
+def _memory(row: Row, previous: Row | None, kind: str) -> list[str]:
+    compiled, process, per_token = row[kind]["compiled_bytes"], row[kind]["process_bytes"], _per_token(row, kind)
+    held = [f"{compiled / 2**20:.0f}", _or_dash(process and process / 2**20, ".0f"), f"{per_token / 1024:.1f}"]
+    if previous is None:
+        return [*held, "", ""]
+    further = (compiled - previous[kind]["compiled_bytes"]) / (row["length"] - previous["length"])
+    return [*held, f"{per_token / _per_token(previous, kind):.2f}", f"{further / 1024:.1f}"]
 
 
-def _mebibytes(kind: str, measure: str) -> Callable[[Row], str]:
-    return lambda row: "-" if row[kind][measure] is None else f"{row[kind][measure] / 2**20:.0f}"
+def flops_table(rows: Sequence[Row]) -> str:
+    """In closed form, and as the compiler counts them."""
+    pairs = [(kind, count) for kind in ("aamoe", "dense") for count in ("flops", "compiled_flops")]
+    lines = [[str(row["length"]), *(f"{row[kind][count] / 1e9:.2f}" for kind, count in pairs)] for row in rows]
+    return table(["L", "AA-MoE GFLOP, closed form", "compiler", "dense GFLOP, closed form", "compiler"], lines)
 
 
-def _growth(kind: str) -> Callable[[Row], str]:
-    return lambda row: (
-        "" if row["previous"] is None else f"{_per_token(row, kind) / _per_token(row['previous'], kind):.2f}"
-    )
-
-
-def _further(kind: str) -> Callable[[Row], str]:
-    def show(row: Row) -> str:
-        previous = row["previous"]
-        if previous is None:
-            return ""
-        more = row[kind]["compiled_bytes"] - previous[kind]["compiled_bytes"]
-        return f"{more / (row['length'] - previous['length']) / 1024:.1f}"
-
-    return show
-
-
-def memory_columns(name: str, kind: str) -> list[Column]:
-    """Columns of one layer in the table of memory."""
-    return [
-        (f"{name} compiled MiB", _mebibytes(kind, "compiled_bytes")),
-        ("process MiB", _mebibytes(kind, "process_bytes")),
-        ("KiB/token", lambda row: f"{_per_token(row, kind) / 1024:.1f}"),
-        ("growth", _growth(kind)),
-        ("KiB/further token", _further(kind)),
-    ]
-
-
-MEMORY_COLUMNS: list[Column] = [("L", _length), *memory_columns("AA-MoE", "aamoe"), *memory_columns("dense", "dense")]
-
-FLOPS_COLUMNS: list[Column] = [
-    ("L", _length),
-    ("AA-MoE GFLOP, closed form", lambda row: f"{row['aamoe']['flops'] / 1e9:.2f}"),
-    ("compiler", lambda row: f"{row['aamoe']['compiled_flops'] / 1e9:.2f}"),
-    ("dense GFLOP, closed form", lambda row: f"{row['dense']['flops'] / 1e9:.2f}"),
-    ("compiler", lambda row: f"{row['dense']['compiled_flops'] / 1e9:.2f}"),
-]
-
-
-def candidate_columns(rows: Sequence[Row]) -> list[Column]:
-    """One column per way to attend."""
-
-    def show(name: str) -> Callable[[Row], str]:
-        return lambda row: "-" if row["candidates"][name] is None else f"{row['candidates'][name]:.0f}"
-
-    return [("L", _length), *((name, show(name)) for name in rows[0]["candidates"])]
+def candidate_table(rows: Sequence[Row]) -> str:
+    """A column for every way to attend."""
+    lines = [[str(row["length"]), *(_or_dash(time, ".0f") for time in row["candidates"].values())] for row in rows]
+    return table(["L", *rows[0]["candidates"]], lines)

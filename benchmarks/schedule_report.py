@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import measure
+from experiments.program import plain_table
 from pallas_kernels.chips import TPUS
 
 SLOTS = ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE", "SALU")
@@ -19,65 +21,49 @@ Row = dict[str, Any]
 
 def report(record: dict[str, Any]) -> str:
     """The record as markdown."""
-    met_or_missed = targets(record["rows"])
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return "\n".join(
-        [
-            "# The TPU compilers' schedules",
-            "",
-            "Modelled, not measured: no chip was there. A core issues one bundle a cycle; the bundles of a steady step "
-            "of the grid are its cycles, without memory stalls. Slots: the share that those bundles fill. The busiest "
-            "kind of slot is a limit: the step cannot take fewer bundles than it needs, given in brackets. "
-            "ns: issue or HBM, whichever takes longer; beside it the two limits, FLOPs at the matrix units' peak and "
-            "bytes at HBM's bandwidth. What binds is HBM where bytes take longer than bundles, else the busiest kind "
-            "of slot. Splash attention is counted in the same FLOPs. `dense` meets every pair, "
-            "chosen or not. One core, bfloat16.",
-            "",
-            *table(record["rows"]),
-            "",
-            *(["## Targets", "", *met_or_missed, ""] if len(met_or_missed) > 2 else []),
-            *(f"Refused by the compiler: {each['what']}: {each['why']}\n" for each in record["refused"]),
-            "```",
-            record["command"],
-            "```",
-            "",
-            versions,
-            "",
-        ]
-    )
+    parts = [
+        "# The TPU compilers' schedules",
+        "Modelled, not measured: no chip was there. A core issues one bundle a cycle; the bundles of a steady step "
+        "of the grid are its cycles, without memory stalls. Slots: the share that those bundles fill. The busiest "
+        "kind of slot is a limit: the step cannot take fewer bundles than it needs, given in brackets. "
+        "ns: issue or HBM, whichever takes longer; beside it the two limits, FLOPs at the matrix units' peak and "
+        "bytes at HBM's bandwidth. What binds is HBM where bytes take longer than bundles, else the busiest kind "
+        "of slot. Splash attention is counted in the same FLOPs. `dense` meets every pair, "
+        "chosen or not. One core, bfloat16.",
+        table(record["rows"]),
+    ]
+    if found := targets(record["rows"]):
+        heads = ["target", "chip", "wanted", "found", "", "what binds"]
+        parts += ["## Targets", plain_table(heads, "llllll", found)]
+    parts += [f"Refused by the compiler: {each['what']}: {each['why']}" for each in record["refused"]]
+    return "\n\n".join([*parts, measure.closing(record["command"], record["versions"])])
 
 
-def table(rows: list[Row]) -> list[str]:
+def table(rows: list[Row]) -> str:
     """One line a kernel, chip, shape and direction."""
-    head = ["chip", "kernel", "pass", "m", "d", "H", "T", "bundles a pair", *SLOTS, "busiest (bundles)", "spills"]
-    head += ["bytes a pair", "ns", "MXU limit", "HBM limit", "TFLOP/s", "of peak", "binds"]
-    lines = [_line(head), _line([*["---"] * 3, *["--:"] * (len(head) - 4), "---"])]
+    heads = ["chip", "kernel", "pass", "m", "d", "H", "T", "bundles a pair", *SLOTS, "busiest (bundles)", "spills"]
+    heads += ["bytes a pair", "ns", "MXU limit", "HBM limit", "TFLOP/s", "of peak", "binds"]
+    lines = []
     for row in rows:
         cells = [row[name] for name in ("chip", "kernel", "direction", "m", "d", "heads", "tile")]
         cells += [f"{row['bundles_a_pair']:.2f}", *(f"{row['slots'][slot]:.0%}" for slot in SLOTS)]
         cells += [f"{row['busiest']} ({row['busiest_bundles']:.2f})", row["spills"], f"{row['bytes_a_pair']:.0f}"]
         cells += [f"{row[name]:.2f}" for name in ("nanoseconds", "mxu_nanoseconds", "hbm_nanoseconds")]
-        lines.append(_line([*cells, f"{row['teraflops']:.0f}", f"{row['share_of_peak']:.0%}", limit(row)]))
-    return lines
+        lines.append([*cells, f"{row['teraflops']:.0f}", f"{row['share_of_peak']:.0%}", limit(row)])
+    return plain_table(heads, "lll" + "r" * (len(heads) - 4) + "l", lines)
 
 
-def _line(cells: list[Any]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def targets(rows: list[Row]) -> list[str]:
+def targets(rows: list[Row]) -> list[list[str]]:
     """One line a target that the rows speak of, with what binds where it is missed."""
-    lines = [_line(["target", "chip", "wanted", "found", "", "what binds"]), _line(["---"] * 6)]
+    lines = []
     for chip in TPUS:
         pair = chosen(rows, chip, m=128, d=128, heads=8, tile=512)
+        found = {direction: row["bundles_a_pair"] for direction, row in pair.items()}
         for direction, row in pair.items() if chip in ("v5e", "v5p") else ():
             wanted = BEFORE_PIPELINING[direction]
-            lines.append(
-                _outcome(f"{direction}, bundles a pair", chip, wanted, row["bundles_a_pair"], "at most", [row])
-            )
+            lines.append(_outcome(f"{direction}, bundles a pair", chip, wanted, found[direction], "at most", [row]))
         if len(pair) == 2:
-            both = sum(row["bundles_a_pair"] for row in pair.values())
-            name = "forward + backward, bundles a pair"
+            name, both = "forward + backward, bundles a pair", sum(found.values())
             lines.append(_outcome(name, chip, AFTER_PIPELINING[chip], both, "at most", list(pair.values())))
         wide = chosen(rows, chip, m=256, d=256, heads=4, tile=512)
         if len(wide) == 2 and chip in ("v6e", "tpu7x"):
@@ -102,10 +88,10 @@ def share_of_peak(pair: dict[str, Row]) -> float:
     return sum(row["mxu_nanoseconds"] for row in pair.values()) / sum(row["nanoseconds"] for row in pair.values())
 
 
-def _outcome(name: str, chip: str, wanted: float, found: float, sense: str, rows: list[Row]) -> str:
+def _outcome(name: str, chip: str, wanted: float, found: float, sense: str, rows: list[Row]) -> list[str]:
     met = found <= wanted if sense == "at most" else found >= wanted
     binds = "" if met else "; ".join(map(binding, rows))
-    return _line([name, chip, f"{sense} {wanted:.4g}", f"{found:.3g}", "met" if met else "missed", binds])
+    return [name, chip, f"{sense} {wanted:.4g}", f"{found:.3g}", "met" if met else "missed", binds]
 
 
 def limit(row: Row) -> str:

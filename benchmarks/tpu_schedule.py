@@ -13,8 +13,8 @@ attention is counted in the same pairs: a step of T queries, T keys and one head
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 
-from benchmarks import measure
 from benchmarks.schedule_report import report
+from experiments.program import command_line, publish, start
 from pallas_kernels import aot, block_sparse_attention, schedule
 from pallas_kernels.block_sparse_attention.tpu import gathered as gathered_path
 from pallas_kernels.block_sparse_attention.tpu.gathered_kernels import CHUNK
@@ -136,14 +136,9 @@ def gathered(direction: Direction) -> Kernel:
         ]
 
     def moved(shape: Shape, programs: list[aot.Compiled]) -> float:
-        tiles, adding = (
-            _arrays([program]) / pairs
-            for program, pairs in zip(programs, (64 * shape.tile, CHUNKS * CHUNK), strict=True)
-        )
-        words = {"forward": 2 * 2 + 2 * 4, "backward": 2 * 4 + 2 * 2}[
-            direction
-        ]  # queries in, outputs out; read, written
-        return tiles + adding + words * shape.width
+        pairs = zip(programs, (64 * shape.tile, CHUNKS * CHUNK), strict=True)
+        # Of rows, queries come and outputs go, or their gradients: bfloat16 and float32, each read and written.
+        return sum(_arrays([program]) / count for program, count in pairs) + (2 * 2 + 2 * 4) * shape.width
 
     return Kernel("gathered", direction, parts, moved)
 
@@ -211,35 +206,12 @@ class Measured(NamedTuple):
         return self.schedule.cycles_a_step / self.pairs_a_step
 
 
-class Compiler:
-    """Compiles every case of a chip once, whatever kernels are read from it."""
-
-    def __init__(self, chip: str, folder: Path):
-        self.chip, self._folder = chip, folder
-        self._programs: dict[str, tuple[aot.Compiled, Path]] = {}
-
-    def measure(self, part: Part) -> Measured:
-        """What the compiler makes of a part.
-
-        Raises:
-          aot.CompileError: it refused.
-        """
-        case = json.dumps([part.case, part.options])
-        if case not in self._programs:
-            folder = self._folder / str(len(self._programs))
-            self._programs[case] = aot.compile_apart(self.chip, part.case, part.options, dump_to=folder), folder
-        program, folder = self._programs[case]
-        return Measured(program, schedule.read(folder, part.call), part.pairs_a_step)
-
-
 def row(chip: str, kernel: Kernel, shape: Shape, parts: list[Measured]) -> dict[str, Any]:
     """Modelled figures of one kernel: time is issue or HBM, whichever takes longer."""
     limits = TPUS[chip]
     bundles = sum(part.bundles for part in parts)
-    slots = {
-        slot: sum(part.schedule.slots[slot] * part.bundles for part in parts) / bundles
-        for slot in parts[0].schedule.slots
-    }
+    names = parts[0].schedule.slots
+    slots = {slot: sum(part.schedule.slots[slot] * part.bundles for part in parts) / bundles for slot in names}
     busiest = max(slots, key=slots.__getitem__)
     flops = FLOPS[kernel.direction] * shape.m * shape.width
     moved = kernel.bytes_a_pair(shape, [part.program for part in parts])
@@ -268,21 +240,29 @@ def row(chip: str, kernel: Kernel, shape: Shape, parts: list[Measured]) -> dict[
 def measured(chip: str, kernels: Iterable[Kernel], shape: Shape) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     """Rows of the kernels at one shape; and those that the compiler refuses, with its words."""
     rows, refused = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        compiler = Compiler(chip, Path(folder))
+    with tempfile.TemporaryDirectory() as root:
+        programs: dict[str, tuple[aot.Compiled, Path]] = {}
+
+        def compiled(part: Part) -> Measured:
+            """Every case is compiled once, whatever kernels are read from it."""
+            case = json.dumps([part.case, part.options])
+            if case not in programs:
+                folder = Path(root, str(len(programs)))
+                programs[case] = aot.compile_apart(chip, part.case, part.options, dump_to=folder), folder
+            program, folder = programs[case]
+            return Measured(program, schedule.read(folder, part.call), part.pairs_a_step)
+
         for kernel in kernels:
-            name = {"chip": chip, "kernel": kernel.name, "direction": kernel.direction} | shape._asdict()
-            parts = kernel.parts(shape)
-            if not parts:
+            name = key({"chip": chip, "kernel": kernel.name, "direction": kernel.direction} | shape._asdict())
+            if not (parts := kernel.parts(shape)):
                 continue
             try:
-                rows.append(row(chip, kernel, shape, [compiler.measure(part) for part in parts]))
-                print(f"{key(name)}: {rows[-1]['bundles_a_pair']:.2f} bundles a pair", file=sys.stderr, flush=True)
+                rows.append(row(chip, kernel, shape, [compiled(part) for part in parts]))
+                outcome = f"{rows[-1]['bundles_a_pair']:.2f} bundles a pair"
             except aot.CompileError as error:
-                refused.append(
-                    {"what": key(name), "why": str(error).partition(f" for {chip}: ")[2].splitlines()[0][:300]}
-                )
-                print(f"{key(name)}: {refused[-1]['why']}", file=sys.stderr, flush=True)
+                outcome = str(error).partition(f" for {chip}: ")[2].splitlines()[0][:300]
+                refused.append({"what": name, "why": outcome})
+            print(f"{name}: {outcome}", file=sys.stderr, flush=True)
     return rows, refused
 
 
@@ -317,10 +297,9 @@ def costs(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
         if row["kernel"] in PATHS and Shape(row["m"], row["d"], row["heads"], HEADLINE.tile) == HEADLINE:
             tiles = found.setdefault(row["chip"], {}).setdefault(row["kernel"], {})
             tiles.setdefault(str(row["tile"]), {})[row["direction"]] = row["nanoseconds"]
-    for chip in TPUS:
-        for path in PATHS:
-            if set(found.get(chip, {}).get(path, {}).get(str(HEADLINE.tile), {})) != set(DIRECTIONS):
-                raise ValueError(f"{path} for {chip} has not both passes at the headline's sizes: no costs are written")
+    for chip, path in itertools.product(TPUS, PATHS):
+        if set(found.get(chip, {}).get(path, {}).get(str(HEADLINE.tile), {})) != set(DIRECTIONS):
+            raise ValueError(f"{path} for {chip} has not both passes at the headline's sizes: no costs are written")
     return {
         chip: {
             path: {tile: round(sum(both.values()), 3) for tile, both in tiles.items() if len(both) == len(DIRECTIONS)}
@@ -356,23 +335,17 @@ def define_flags() -> None:
     flags.DEFINE_bool("costs", False, f"Write {COSTS.name}, by which `tpu.dispatch` chooses.")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
-    rows, refused = [], []
+def main() -> None:
     kernels = [kernel for kernel in KERNELS if kernel.name in FLAGS.kernels]
-    for chip in FLAGS.chips:
-        for name in FLAGS.shapes:
-            found = measured(chip, kernels, SHAPES[name])
-            rows += found[0]
-            refused += found[1]
+    found = [measured(chip, kernels, SHAPES[name]) for chip in FLAGS.chips for name in FLAGS.shapes]
+    rows, refused = (list(itertools.chain.from_iterable(parts)) for parts in zip(*found, strict=True))
     record = {
-        "command": shlex.join(["python", "-m", "benchmarks.tpu_schedule", *sys.argv[1:]]),
+        "command": command_line("benchmarks.tpu_schedule"),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
         "rows": rows,
         "refused": refused,
     }
-    measure.publish(record, report(record), FLAGS.output)
+    publish(record, report(record), FLAGS.output)
     if FLAGS.golden:
         write_golden(rows)
     if FLAGS.costs:
@@ -380,5 +353,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    start(define_flags, main)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import tokenize
@@ -53,8 +54,12 @@ def config_classes() -> list[type]:
     return [*_inside(ExperimentConfig), *own_configs().values()]
 
 
+def _is_config(hint: Any) -> typing.TypeGuard[type]:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
 def _inside(cls: type) -> list[type]:
-    inner = [hint for hint in typing.get_type_hints(cls).values() if dataclasses.is_dataclass(hint)]
+    inner = filter(_is_config, typing.get_type_hints(cls).values())
     return [cls, *(owner for hint in inner for owner in _inside(hint))]
 
 
@@ -66,7 +71,7 @@ def bindable_fields() -> dict[str, Field]:
         found += [
             Field(owner, field.name, hints[field.name], field.default)
             for field in dataclasses.fields(owner)
-            if not dataclasses.is_dataclass(hints[field.name]) and field.name != OWN
+            if not _is_config(hints[field.name]) and field.name != OWN
         ]
     return {field.full_name: field for field in found}
 
@@ -86,7 +91,7 @@ def load_experiment(gin_files: Sequence[str] = (), gin_params: Sequence[str] = (
     """
     statements = [statement for name in gin_files for statement in _read_file(name, None, ())]
     for text in gin_params:
-        statements += _read(text, lambda _, text=text: f"--gin_param {text!r}", None, ())
+        statements += _read(text, functools.partial("--gin_param {!r}".format, text), None, ())
     bound = _bind(statements)
     try:
         return _compose(ExperimentConfig, {name: statement.value for name, statement in bound.items()})
@@ -309,7 +314,7 @@ def _field_of(statement: _Statement, fields: dict[str, Field]) -> Field:
     if cls is None:
         close = _suggest(elsewhere) or _did_you_mean(name, fields)
         complaint = f"no config is called {owner!r}{close or f'; there are {_config_names()}'}"
-    elif (inner := typing.get_type_hints(cls).get(field_name)) and dataclasses.is_dataclass(inner):
+    elif _is_config(inner := typing.get_type_hints(cls).get(field_name)):
         complaint = f"{name} is put together from the fields of {inner.__name__}: bind those"
     elif name not in fields:
         own = [field.name for field in fields.values() if field.owner is cls]
@@ -343,7 +348,7 @@ def _compose(cls: type, values: dict[str, Any]) -> Any:
     """A `cls` with the bound values; configs inside it are composed of their own."""
     arguments = {}
     for name, hint in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(hint):
+        if _is_config(hint):
             arguments[name] = _compose(hint, values)
         elif name == OWN:
             arguments[name] = tuple(_compose(own, values) for own in own_configs().values())
@@ -354,7 +359,7 @@ def _compose(cls: type, values: dict[str, Any]) -> Any:
 
 def _flatten(config: Any) -> dict[str, Any]:
     """The value of every bindable field by its full name."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name == OWN:

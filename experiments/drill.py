@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 
 from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.data import ensure_prepared, training_batches
 from aamoe_jax.training.checkpoints import find_checkpoint, read_meta
 from aamoe_jax.training.metrics import read_metrics
 from experiments.binding import load_experiment
+from experiments.program import command_line, plain_table, start
 
 FLAGS = flags.FLAGS
 PATIENCE_SECONDS = 1200
@@ -222,37 +223,37 @@ def report(command: str, config: ExperimentConfig, results: Sequence[Broken]) ->
     """The log of the drill as markdown."""
     training = config.training
     digests = {shards: data_digest(config, shards) for shards in (1, 2, 4)}
-    lines = [
+    sums = ", ".join(f"{digest:08x} in {shards} shards" for shards, digest in digests.items())
+    heads = ["went on as", "mesh", "SIGTERM to process", "sent after step", "stopped after", "training loss"]
+    rows = [
+        [one.restart, one.restart.processes * one.restart.devices, *one[1:4], *(f"{x:.1e}" for x in one[4:6]), one.bits]
+        for one in results
+    ]
+    parts = [
         "# Stopped, and gone on with as other processes",
-        "",
         f"    {command}",
-        "",
         f"{training.steps} steps of {training.batch_size} x {config.data.seq_len} tokens, d = {config.model.d_model}, "
         f"{config.model.num_layers} layers, {', '.join(config.model.pattern)}, on CPU devices: processes x devices of "
         f"each, and the mesh (fsdp) is their product. The unbroken run is {UNBROKEN}; so is the first part of every "
         "other, which SIGTERM to one process stops at a random step. All processes ended with exit code 143 after the "
         "same step, and one checkpoint. Differences are the largest of all steps, relative to the loss of the unbroken "
         "run; states are the last checkpoint's.",
-        "",
-        "| went on as | mesh | SIGTERM to process | sent after step | stopped after | training loss | validation loss "
-        "| parameters and optimizer |",
-        "|---|--:|--:|--:|--:|--:|--:|---|",
+        plain_table([*heads, "validation loss", "parameters and optimizer"], "lrrrrrrl", rows),
+        f"The rows of all steps, by their CRC: {sums}.",
     ]
-    for result in results:
-        mesh = result.restart.processes * result.restart.devices
-        lines.append(
-            f"| {result.restart} | {mesh} | {result.victim} | {result.wanted} | {result.stopped} | {result.loss:.1e} | "
-            f"{result.validation:.1e} | {result.bits} |"
-        )
-    sums = ", ".join(f"{digest:08x} in {shards} shards" for shards, digest in digests.items())
-    lines += ["", f"The rows of all steps, by their CRC: {sums}.", ""]
-    return "\n".join(lines)
+    return "\n\n".join(parts) + "\n"
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown argument {argv[1]!r}")
-    logging.set_verbosity(logging.WARNING)
+def define_flags() -> None:
+    """The flags of this program."""
+    flags.DEFINE_string("gin_file", "quickstart.gin", "The experiment.")
+    flags.DEFINE_multi_string("gin_param", [], "One more binding; repeat it.")
+    flags.DEFINE_integer("steps", 40, "Steps of every run.")
+    flags.DEFINE_integer("seed", 0, "Of when a run is stopped, and on which process.")
+    flags.DEFINE_string("output", None, "Path of the log, without its .md.", required=True)
+
+
+def main() -> None:
     params = [
         "TrainingConfig.log_every = 1",
         *(f"TrainingConfig.{field} = {FLAGS.steps // 4}" for field in ("eval_every", "checkpoint_every")),
@@ -267,17 +268,11 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="drill.") as folder:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(folder) / "cache"))  # a layout is compiled once
         results = drill(Path(folder), arguments, config, random.Random(FLAGS.seed))
-    quickly = [f"XLA_FLAGS={os.environ['XLA_FLAGS']}"] if "XLA_FLAGS" in os.environ else []
-    command = shlex.join([*quickly, "python", "-m", "experiments.drill", *sys.argv[1:]])
+    quickly = f"{shlex.join([f'XLA_FLAGS={found}'])} " if (found := os.environ.get("XLA_FLAGS")) else ""
     path = Path(f"{FLAGS.output}.md")
-    path.write_text(report(command, config, results), encoding="utf-8")
+    path.write_text(report(quickly + command_line("experiments.drill"), config, results), encoding="utf-8")
     print(path)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("gin_file", "quickstart.gin", "The experiment.")
-    flags.DEFINE_multi_string("gin_param", [], "One more binding; repeat it.")
-    flags.DEFINE_integer("steps", 40, "Steps of every run.")
-    flags.DEFINE_integer("seed", 0, "Of when a run is stopped, and on which process.")
-    flags.DEFINE_string("output", None, "Path of the log, without its .md.", required=True)
-    app.run(main)
+    start(define_flags, main)

@@ -13,31 +13,25 @@ OUTPUT.json, OUTPUT.md and OUTPUT.png.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import shlex
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from aamoe_jax.analysis.pictures import BLUE, STYLE, VERMILION
-from aamoe_jax.config import ExperimentConfig, Local
+from aamoe_jax.analysis.pictures import BLUE, VERMILION, picture
+from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.data import ensure_prepared
 from aamoe_jax.evaluation.perplexity import Evaluation
-from experiments.binding import load_experiment
-from experiments.runs import Result, exit_code, require_one_dataset, run, with_steps
+from experiments.program import command_line, plain_table, publish, start
+from experiments.runs import Result, exit_code
+from experiments.studies import Study, Variant, conduct, configs
 
 FLAGS = flags.FLAGS
-MODES: tuple[Local, ...] = ("window", "chunk", "routed", "none")
 COLOURS = {"window": BLUE, "chunk": VERMILION, "routed": "#009E73", "none": "#CC79A7"}
 MEANINGS = {
     "window": "the last m tokens, as every token's first resource",
@@ -45,6 +39,10 @@ MEANINGS = {
     "routed": "the own chunk competes like any other",
     "none": "nothing of the own chunk: the paper's example",
 }
+TITLE = "What a token should see of its own neighbourhood"
+VARIANTS = {mode: Variant((f"AAMoEConfig.local = {mode!r}",), matched=False) for mode in MEANINGS}
+Results = Mapping[str, Sequence[Result]]
+"""One per seed, by reading."""
 
 
 def define_flags() -> None:
@@ -52,41 +50,11 @@ def define_flags() -> None:
     flags.DEFINE_multi_string("gin_file", [], "Path of a gin file, or the name of a shipped config. Repeat it.")
     flags.DEFINE_multi_string("gin_param", [], "One binding, such as 'ModelConfig.d_model = 128'. Repeat it.")
     flags.DEFINE_integer("steps", None, "Steps of every run; those of the config if not given.", lower_bound=1)
-    flags.DEFINE_multi_enum("local", list(MODES), list(MODES), "Readings to compare with the first. Repeat it.")
+    flags.DEFINE_multi_enum("local", list(MEANINGS), list(MEANINGS), "Readings to compare with the first. Repeat it.")
     flags.DEFINE_list("seeds", ["0", "1"], "One run per seed and reading. A seed fixes parameters and order of data.")
     flags.DEFINE_string("work_dir", "runs/local_context", "Where the runs lie.")
     flags.DEFINE_string("output", None, "Path of the report without its suffix.", required=True)
     flags.DEFINE_integer("eval_batches", 0, "Batches of the test split to evaluate on; 0: all.", lower_bound=0)
-
-
-# Running.
-
-
-def experiment(config: ExperimentConfig, mode: Local, seed: int) -> ExperimentConfig:
-    """The config with one reading of the own neighbourhood, and one seed."""
-    layer = dataclasses.replace(config.model.aamoe, local=mode)
-    model = dataclasses.replace(config.model, aamoe=layer)
-    return dataclasses.replace(config, model=model, training=dataclasses.replace(config.training, seed=seed))
-
-
-def compare(
-    config: ExperimentConfig, modes: Sequence[Local], seeds: Sequence[int], work_dir: Path, *, eval_batches: int
-) -> list[Result]:
-    """The results of every reading and seed: all seeds of the first reading, then those of the next.
-
-    Raises:
-      ConfigError: a run in `work_dir` is of another experiment.
-      StoppedError: a signal stopped a run.
-    """
-    require_one_dataset(config)
-    results = {}
-    # Seed after seed, so that a comparison of all readings exists as early as it can.
-    for seed in seeds:
-        for mode in modes:
-            print(f"== local = {mode!r}, seed {seed}", flush=True)
-            one = experiment(config, mode, seed)
-            results[mode, seed] = run(one, work_dir / f"{mode}-{seed}", eval_batches, more=about_positions)
-    return [results[mode, seed] for mode in modes for seed in seeds]
 
 
 def about_positions(config: ExperimentConfig, evaluation: Evaluation, counts: Int[np.ndarray, "L"]) -> Result:
@@ -114,121 +82,96 @@ def fold(
 # Reporting.
 
 
-def by_mode(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Results of every reading, in the order in which they come."""
-    modes = dict.fromkeys(result["mode"] for result in results)
-    return {mode: [result for result in results if result["mode"] == mode] for mode in modes}
-
-
-def _mean(runs: Sequence[Mapping[str, Any]], key: str) -> float:
+def _mean(runs: Sequence[Result], key: str) -> float:
     return statistics.mean(run[key] for run in runs)
 
 
-def report(results: Sequence[Result], command: str, picture: str) -> str:
+def report(results: Results, command: str, picture: str) -> str:
     """The comparison as markdown."""
-    groups, first = by_mode(results), results[0]
-    seeds = [run["seed"] for run in groups[first["mode"]]]
+    first_mode, runs_of_first = next(iter(results.items()))
+    first = runs_of_first[0]
     config = first["config"]
-    lines = [
-        "# What a token should see of its own neighbourhood",
-        "",
+    heads = ["local", "bits/byte, mean", *(f"seed {run['seed']}" for run in runs_of_first), f"to {first_mode}"]
+    heads += ["first position of a chunk, nats above the mean", "utilisation", "tokens/s"]
+    rows = [
+        [
+            f"{mode}: {MEANINGS[mode]}",
+            f"{_mean(runs, 'bits_per_byte'):.4f}",
+            *(f"{run['bits_per_byte']:.4f}" for run in runs),
+            f"{_mean(runs, 'bits_per_byte') - _mean(runs_of_first, 'bits_per_byte'):+.4f}",
+            f"{_mean(runs, 'first_position_excess'):+.3f}",
+            f"{_mean(runs, 'utilisation'):.2f}",
+            f"{_mean(runs, 'tokens_per_second'):.0f}",
+        ]
+        for mode, runs in results.items()
+    ]
+    parts = [
+        f"# {TITLE}",
         f"    {command}",
-        "",
         f"{first['steps']} steps of {config['training']['batch_size']} x {config['data']['seq_len']} tokens, "
         f"d = {config['model']['d_model']}, {config['model']['num_layers']} layers, "
         f"m = {config['model']['aamoe']['chunk_size']}, E = {config['model']['aamoe']['num_experts']}, "
         f"beta = {config['model']['aamoe']['budget']['beta']}; the same data in the same order for every reading. "
         f"{first['evaluation']['tokens']:,} tokens of held-out text, {first['evaluation']['budget']} budgets (causal). "
         f"Corpus {first['corpus_digest'][:16]}, JAX {first['versions']['jax']}, {first['device']}.",
-        "",
-        "| local | bits/byte, mean | " + " | ".join(f"seed {seed}" for seed in seeds) + f" | to {first['mode']} | "
-        "first position of a chunk, nats above the mean | utilisation | tokens/s |",
-        "|---" + "|--:" * (len(seeds) + 5) + "|",
+        plain_table(heads, "l" + "r" * (len(heads) - 1), rows),
+        f"![Bits per byte, and loss by position in the chunk]({picture})",
     ]
-    reference = _mean(groups[first["mode"]], "bits_per_byte")
-    for mode, runs in groups.items():
-        mean = _mean(runs, "bits_per_byte")
-        cells = [
-            f"{mode}: {MEANINGS[mode]}",
-            f"{mean:.4f}",
-            *(f"{run['bits_per_byte']:.4f}" for run in runs),
-            f"{mean - reference:+.4f}",
-            f"{_mean(runs, 'first_position_excess'):+.3f}",
-            f"{_mean(runs, 'utilisation'):.2f}",
-            f"{_mean(runs, 'tokens_per_second'):.0f}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", f"![Bits per byte, and loss by position in the chunk]({picture})"]
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
-def draw(results: Sequence[Result], path: str | Path) -> Figure:
+def draw(results: Results, path: str | Path) -> Figure:
     """Left: bits per byte of every reading, a dot per seed. Right: loss by position in the chunk."""
-    groups = by_mode(results)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(8.4, 3.6))
+    with picture(path, 8.4, 3.6) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(1, 1.9))
-        _draw_bits(left, groups)
-        _draw_positions(right, groups)
-        figure.savefig(path)
+        _draw_bits(left, results)
+        _draw_positions(right, results)
     return figure
 
 
-def _draw_bits(axes: Axes, groups: Mapping[str, Sequence[Result]]) -> None:
-    for place, (mode, runs) in enumerate(groups.items()):
+def _draw_bits(axes: Axes, results: Results) -> None:
+    for place, (mode, runs) in enumerate(results.items()):
         bits = [run["bits_per_byte"] for run in runs]
         axes.plot([place] * len(bits), bits, "o", color=COLOURS[mode], markersize=5, alpha=0.75, markeredgewidth=0)
         axes.hlines(statistics.mean(bits), place - 0.25, place + 0.25, color=COLOURS[mode], linewidth=1.6)
         axes.annotate(
             f"{statistics.mean(bits):.3f}", (place, max(bits)), (0, 6), textcoords="offset points", ha="center"
         )
-    axes.set_xticks(range(len(groups)), list(groups))
+    axes.set_xticks(range(len(results)), list(results))
     axes.grid(visible=False, axis="x")
     axes.margins(x=0.12, y=0.15)
     axes.set(title="Held-out bits per byte", ylabel="bits per byte")
 
 
-def _draw_positions(axes: Axes, groups: Mapping[str, Sequence[Result]]) -> None:
-    for mode, runs in groups.items():
+def _draw_positions(axes: Axes, results: Results) -> None:
+    for mode, runs in results.items():
         curves = np.array([run["nll_by_position_in_chunk"] for run in runs])
         for curve in curves:
             axes.plot(curve, color=COLOURS[mode], linewidth=0.6, alpha=0.4)
         axes.plot(curves.mean(0), color=COLOURS[mode], linewidth=1.6, label=mode)
     chunk_size = curves.shape[1]
     axes.set_xticks(range(0, chunk_size, max(chunk_size // 8, 1)))
-    axes.legend(frameon=False, ncols=len(groups), loc="upper right")
+    axes.legend(frameon=False, ncols=len(results), loc="upper right")
     axes.margins(x=0.01, y=0.1)
     axes.set(title="Loss by position in the chunk", xlabel="position in the chunk", ylabel="nats per token")
 
 
-def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
-    logging.set_verbosity(logging.WARNING)  # TFDS and Orbax report every file
-    command = shlex.join(["python", "-m", "experiments.local_context", *sys.argv[1:]])
-
-    def compare_all() -> None:
-        config = with_steps(load_experiment(FLAGS.gin_file, FLAGS.gin_param), FLAGS.steps)
-        ensure_prepared(config.data)
-        seeds = [int(seed) for seed in FLAGS.seeds]
-        results = compare(config, FLAGS.local, seeds, Path(FLAGS.work_dir), eval_batches=FLAGS.eval_batches)
-        write(results, Path(FLAGS.output), command)
-
-    return exit_code(compare_all)
+def compare() -> None:
+    """Makes the comparison that the flags describe."""
+    study = Study(TITLE, {mode: VARIANTS[mode] for mode in FLAGS.local}, ())
+    experiments = configs(study, FLAGS.gin_file, FLAGS.gin_param, FLAGS.steps)
+    ensure_prepared(next(iter(experiments.values())).data)
+    seeds = [int(seed) for seed in FLAGS.seeds]
+    results = conduct(study, experiments, seeds, Path(FLAGS.work_dir), FLAGS.eval_batches, about_positions)
+    write(results, Path(FLAGS.output), command_line("experiments.local_context"))
 
 
-def write(results: Sequence[Result], output: Path, command: str) -> None:
+def write(results: Results, output: Path, command: str) -> None:
     """OUTPUT.json, OUTPUT.md and OUTPUT.png; prints the table."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    picture = output.with_name(output.name + ".png")
-    record = {"command": command, "results": list(results)}
-    output.with_name(output.name + ".json").write_text(json.dumps(record, indent=1) + "\n")
-    text = report(results, command, picture.name)
-    output.with_name(output.name + ".md").write_text(text)
-    draw(results, picture)
-    print(text, end="")
+    record = {"command": command, "results": [result for runs in results.values() for result in runs]}
+    publish(record, report(results, command, f"{output.name}.png"), f"{output}.json")
+    draw(results, f"{output}.png")
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    start(define_flags, lambda: exit_code(compare))

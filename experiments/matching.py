@@ -8,23 +8,24 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
-import jax.numpy as jnp
 from flax import nnx
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
-from aamoe_jax.cost import forward_flops, parameter_count
+from aamoe_jax.cost import parameter_count
 from aamoe_jax.markdown import table
 from aamoe_jax.model import LanguageModel
-from aamoe_jax.preflight.closed_form import pairs_per_token
+from aamoe_jax.preflight.closed_form import spent_flops
 from experiments.binding import bindable_fields, rebound
 
 Equal = Literal["flops", "parameters"]
-Ratio = Callable[[int | float], float]
+Number = Any
+"""A value of the field: all are int, or all are float."""
+Ratio = Callable[[Number], float]
 """How many times as big as the reference the other experiment is at a value of the field."""
-Valid = Callable[[int | float], bool]
+Valid = Callable[[Number], bool]
 """Whether the other experiment can have that value."""
 
 TOLERANCE = 0.01
@@ -40,13 +41,12 @@ class Match(NamedTuple):
 
     config: ExperimentConfig
     field: str
-    value: int | float
+    value: Number
 
 
 def active_flops(config: ExperimentConfig, length: int) -> float:
     """Per token of a forward pass over rows of that many tokens, readout included; all budgets are spent."""
-    pairs = {"pairs_expert": jnp.asarray(length * pairs_per_token(config.model))}
-    return forward_flops(config.model, 1, length, pairs) / length
+    return spent_flops(config.model, 1, length) / length
 
 
 def parameters(config: ExperimentConfig) -> int:
@@ -68,11 +68,11 @@ def match(reference: ExperimentConfig, other: ExperimentConfig, field: str, equa
     wanted = measure(reference)
 
     @functools.cache
-    def ratio(value: int | float) -> float:
+    def ratio(value: Number) -> float:
         return measure(rebound(other, {field: value})) / wanted
 
     @functools.cache
-    def valid(value: int | float) -> bool:
+    def valid(value: Number) -> bool:
         try:
             rebound(other, {field: value})
         except ConfigError:
@@ -110,12 +110,15 @@ def _whole(ratio: Ratio, valid: Valid, field: str) -> int:
         steps = min(max(math.floor(share * (high - low) / step), 1), (high - low) // step - 1)
         middle = low + steps * step
         if not valid(middle):
-            between = filter(valid, range(low + step, high, step))
-            middle = min(between, key=lambda value, wanted=middle: abs(value - wanted), default=None)
+            middle = _nearest(filter(valid, range(low + step, high, step)), middle)
             if middle is None:
                 break
         low, high = (middle, high) if ratio(middle) < 1 else (low, middle)
     return min((low, high), key=lambda value: abs(ratio(value) - 1))
+
+
+def _nearest(values: Iterable[int], wanted: int) -> int | None:
+    return min(values, key=lambda value: abs(value - wanted), default=None)
 
 
 def _real(ratio: Ratio, valid: Valid, field: str) -> float:
@@ -131,9 +134,7 @@ def _real(ratio: Ratio, valid: Valid, field: str) -> float:
     return next((value for value in rounded if valid(value) and abs(ratio(value) - 1) <= TOLERANCE / 10), high)
 
 
-def _bracket(
-    ratio: Ratio, valid: Valid, start: int | float, step: int | float, field: str
-) -> tuple[int | float, int | float]:
+def _bracket(ratio: Ratio, valid: Valid, start: Number, step: Number, field: str) -> tuple[Number, Number]:
     """Values of which one is too little, the other enough; twice the start where it is enough itself, and twice the
     largest that is valid where none is enough."""
     if ratio(start) >= 1:
@@ -149,7 +150,7 @@ def _bracket(
     return low, high
 
 
-def _furthest(valid: Valid, low: int | float, wanted: int | float, step: int | float) -> int | float:
+def _furthest(valid: Valid, low: Number, wanted: Number, step: Number) -> Number:
     """A valid value above `low`, `wanted` or as near to it as validity reaches; `low` if there is none."""
     if valid(wanted):
         return wanted

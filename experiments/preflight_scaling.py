@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,12 +19,13 @@ from aamoe_jax.preflight.program import compile_apart
 from aamoe_jax.preflight.report import MODEL_NOTE, table
 from aamoe_jax.preflight.summary import Summary
 from experiments.binding import load_experiment
+from experiments.program import write
 
 GIN_FILE = "aamoe_1b.gin"
 FSDP = {"v5p:2x2x2": 8, "v5p:4x4x4": 64, "v5p:8x8x8": 64, "v5p:16x16x16": 16, "v5p:16x16x32": 32}
 """Devices that parameters are divided over, by slice: a product of whole axes of its torus."""
-HEADS = ("chips", "data x fsdp", "memory GiB", "spent TFLOP", "GB moved", "GB sent", "fsdp", "data")
-HEADS += ("compute ms", "HBM ms", "ICI ms", "step ms", "MFU", "bound")
+HEADS = ["chips", "data x fsdp", "memory GiB", "spent TFLOP", "GB moved", "GB sent", "fsdp", "data"]
+HEADS += ["compute ms", "HBM ms", "ICI ms", "step ms", "MFU", "bound"]
 
 
 def summary_of(topology: str) -> Summary:
@@ -39,19 +39,15 @@ def summary_of(topology: str) -> Summary:
 
 def cells(summary: Summary) -> list[str]:
     """One row of the table; GB sent along an axis alone, or along several that include it."""
-    sent = {
-        axis: sum(part.collective.sent for part in summary.network if axis in part.collective.axes)
-        for axis in ("fsdp", "data")
-    }
-    total = sum(part.collective.sent for part in summary.network)
+    parts = [part.collective for part in summary.network]
+    sent = [sum(part.sent for part in parts if axis in part.axes) for axis in ("fsdp", "data")]
     return [
         f"{summary.chips:,.0f}",
         f"{summary.mesh['data']} x {summary.mesh['fsdp']}",
         f"{summary.memory.peak / GIB:.1f}",
         f"{summary.spent_flops / 1e12:.1f}",
         f"{summary.moved_bytes / 1e9:.0f}",
-        f"{total / 1e9:.2f}",
-        *(f"{sent[axis] / 1e9:.2f}" for axis in ("fsdp", "data")),
+        *(f"{size / 1e9:.2f}" for size in (sum(part.sent for part in parts), *sent)),
         *(f"{1e3 * seconds:.1f}" for seconds in summary.limits.values()),
         f"{1e3 * summary.step_seconds:.1f}",
         f"{summary.mfu(summary.step_seconds):.1%}",
@@ -81,9 +77,7 @@ def main() -> None:
         found.append(summary_of(topology))
         text = "\n\n".join([MODEL_NOTE, table(HEADS, [cells(summary) for summary in found]), bottleneck(found)])
         command = f"`python -m experiments.preflight_scaling --output={output}`"
-        output.with_suffix(".md").write_text(f"{command}\n\n{text}\n", encoding="utf-8")
-        entries = [dataclasses.asdict(summary) for summary in found]
-        output.with_suffix(".json").write_text(json.dumps(entries) + "\n", encoding="utf-8")
+        write([dataclasses.asdict(summary) for summary in found], f"{command}\n\n{text}\n", f"{output}.json")
         print(" | ".join(cells(found[-1])), flush=True)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from aamoe_jax.preflight.program import compile_apart
 from aamoe_jax.preflight.report import MODEL_NOTE, OVERVIEW, overview_row, table
 from aamoe_jax.preflight.summary import Summary
 from experiments.binding import load_experiment
+from experiments.program import write
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -90,9 +90,8 @@ def main() -> None:
     for candidate in candidates(space, chips):
         summary = compile_apart(load_experiment([gin_file], candidate.params), space.topology, "train", "placed")
         found.append((candidate, summary))
-        output.with_suffix(".md").write_text(report(gin_file, found), encoding="utf-8")
-        entries = [dataclasses.asdict(one) | {"summary": json.loads(other.to_json())} for one, other in found]
-        output.with_suffix(".json").write_text(json.dumps(entries) + "\n", encoding="utf-8")
+        entries = [dataclasses.asdict(one) | {"summary": dataclasses.asdict(other)} for one, other in found]
+        write(entries, report(gin_file, found), output.with_suffix(".json"))
         print(" | ".join([candidate.remat, str(candidate.rows), *overview_row(summary)]), flush=True)
 
 

@@ -14,45 +14,40 @@ OUTPUT.json, OUTPUT.md and OUTPUT.png.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
-import shlex
 import statistics
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import matplotlib as mpl
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 from jaxtyping import Array, Bool, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter, ScalarFormatter
 
-from aamoe_jax.analysis.pictures import BLUE, STYLE, VERMILION
-from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
+from aamoe_jax.analysis.inspection import read
+from aamoe_jax.analysis.pictures import BLUE, VERMILION, picture
+from aamoe_jax.config import ConfigError, ExperimentConfig, ModelConfig, to_dict
 from aamoe_jax.data import ensure_prepared
-from aamoe_jax.evaluation.perplexity import causal_budget
 from aamoe_jax.markdown import table
 from aamoe_jax.mixers.statistics import summarize
-from aamoe_jax.model import merge
 from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.state import abstract_state, initial_state, place
 from aamoe_jax.training.step import make_train_step
 from experiments.binding import load_experiment
 from experiments.matching import active_flops, parameters
-from experiments.runs import exit_code, with_steps
-from experiments.tasks import TASKS, VOCAB_SIZE, Examples, examples, generator
+from experiments.program import command_line, publish, start
+from experiments.runs import Result, exit_code, keep, with_training
+from experiments.studies import LEARNED, STANDARD
+from experiments.tasks import TASKS, VOCAB_SIZE, Examples, Task, examples, generator
 
 FLAGS = flags.FLAGS
-Result = dict[str, Any]
-
 SOLVED = 0.99
 """Accuracy at which a run ends."""
 FINAL_BATCHES = 16
@@ -68,11 +63,9 @@ class Stack(NamedTuple):
     bindings: tuple[str, ...] = ()
 
 
-STACKS: Mapping[str, Stack] = {
-    "dense": Stack("attention, feed-forward", "#333333", ("ModelConfig.pattern = ('attention+feed_forward',)",)),
-    "hybrid": Stack(
-        "hybrid, half standard", "#CC79A7", ("ModelConfig.pattern = ('even(attention+feed_forward, aamoe)',)",)
-    ),
+STACKS = {
+    "dense": Stack("attention, feed-forward", "#333333", (f"ModelConfig.pattern = ({STANDARD!r},)",)),
+    "hybrid": Stack("hybrid, half standard", "#CC79A7", (f"ModelConfig.pattern = ('even({STANDARD}, aamoe)',)",)),
     "context": Stack(
         "routed context alone",
         "#009E73",
@@ -82,27 +75,17 @@ STACKS: Mapping[str, Stack] = {
         "AA-MoE, literal",
         "#E69F00",
         (
-            "AAMoEConfig.router = 'learned'",
-            "AAMoEConfig.key_convolution = False",
+            *LEARNED,
             "AAMoEConfig.local = 'none'",
             "BudgetConfig.normalizer = 'row'",
-            "BudgetConfig.importance = 'learned'",
             "ModelConfig.norm = 'layer'",
             "ModelConfig.qk_norm = 'none'",
         ),
     ),
-    "learned": Stack(
-        "AA-MoE, learned router",
-        VERMILION,
-        (
-            "AAMoEConfig.router = 'learned'",
-            "AAMoEConfig.key_convolution = False",
-            "BudgetConfig.importance = 'learned'",
-        ),
-    ),
+    "learned": Stack("AA-MoE, learned router", VERMILION, LEARNED),
     "default": Stack("AA-MoE", BLUE),
 }
-ABLATIONS: Mapping[str, Stack] = {
+ABLATIONS = {
     "one_pooled_key": Stack("one pooled key", "#56B4E9", ("AAMoEConfig.pooled_keys = 1",)),
     "no_convolution": Stack("keys of one token", "#F0E442", ("AAMoEConfig.key_convolution = False",)),
     "no_bias": Stack("no bias", "#999999", ("AAMoEConfig.bias = 'none'",)),
@@ -130,7 +113,7 @@ def define_flags() -> None:
 # Running.
 
 
-def run(config: ExperimentConfig, task: str) -> Result:
+def run(config: ExperimentConfig, task: Task) -> Result:
     """Trains one stack on a task until it is solved, and measures it.
 
     Raises:
@@ -145,7 +128,7 @@ def run(config: ExperimentConfig, task: str) -> Result:
     state = initial_state(model, optimizer, training.seed, placement)
     step_function = make_train_step(config, graphdef, optimizer, np.ones(model.vocab_size, np.int32), placement)
     step = jax.jit(step_function, donate_argnums=0)
-    measure = functools.partial(Measure, jax.jit(functools.partial(_read, graphdef, model)), model.aamoe.chunk_size)
+    measure = functools.partial(Measure, functools.partial(_answers, model), model.aamoe.chunk_size)
     learn, held_out = (generator(task, config.data, split) for split in ("train", "validation"))
     random = np.random.default_rng(training.seed)
     rows = functools.partial(examples, rows=training.batch_size, length=length)
@@ -179,11 +162,8 @@ def run(config: ExperimentConfig, task: str) -> Result:
     }
 
 
-def _read(graphdef: Any, model: Any, params: Any, batch: dict[str, Int[Array, "b L"]]) -> tuple[Array, dict]:
-    budget = causal_budget(model) if model.layers_of("aamoe") else None
-    logits, about = merge(graphdef, params)(
-        batch["tokens"], batch["segment_ids"], batch["positions"], budget=budget, detail="resources"
-    )
+def _answers(model: ModelConfig, params: Any, batch: Mapping[str, Any]) -> tuple[Array, dict[str, Any]]:
+    logits, about = read(model, params, batch, "resources")
     return logits.argmax(-1), about
 
 
@@ -192,7 +172,10 @@ class Measure:
 
     def __init__(self, read: Callable, chunk_size: int):
         self._read, self._m = read, chunk_size
-        self._distance, self._right, self._given, self._sums = [], [], [], []
+        self._distance: list[np.ndarray] = []
+        self._right: list[np.ndarray] = []
+        self._given: list[np.ndarray] = []
+        self._sums: list[dict[str, np.ndarray]] = []
 
     def over(self, params: Any, batches: Sequence[Examples]) -> Measure:
         """The same, having looked at these batches."""
@@ -243,13 +226,17 @@ class Measure:
 PER_TOKEN = ("resource", "mass", "probability", "spent", "budget")
 
 
+def answers(batch: Examples) -> Iterator[tuple[int, int, Int[np.ndarray, "n"]]]:
+    """(row, token, places) of every scored target: the earlier tokens, and its own, that hold its answer."""
+    for row, token in zip(*np.nonzero(batch.scored), strict=True):
+        yield row, token, np.flatnonzero(batch.label[row, : token + 1] == batch.wanted[row, token])
+
+
 def distances(batch: Examples) -> Int[np.ndarray, "b L"]:
     """How many tokens back the nearest token stands that holds the answer of the target; 0 for the token itself."""
-    place = np.arange(batch.label.shape[1])
     result = np.zeros_like(batch.label)
-    for row, token in zip(*np.nonzero(batch.scored), strict=True):
-        holds = batch.label[row, : token + 1] == batch.wanted[row, token]
-        result[row, token] = token - place[: token + 1][holds][-1]
+    for row, token, places in answers(batch):
+        result[row, token] = token - places[-1]
     return result
 
 
@@ -258,14 +245,13 @@ def given_answer(
 ) -> Bool[np.ndarray, "b L"]:
     """Whether a token was given a chunk that holds the answer of its target, as a routed resource or as its own."""
     result = np.zeros(count.shape, bool)
-    for row, token in zip(*np.nonzero(batch.scored), strict=True):
-        holds = np.flatnonzero(batch.label[row, : token + 1] == batch.wanted[row, token]) // m
-        result[row, token] = np.isin(resource[row, token, : count[row, token]], holds).any()
+    for row, token, places in answers(batch):
+        result[row, token] = np.isin(resource[row, token, : count[row, token]], places // m).any()
     return result
 
 
 def results_of(
-    experiments: Mapping[str, ExperimentConfig], tasks: Sequence[str], seeds: Sequence[int], work_dir: Path
+    experiments: Mapping[str, ExperimentConfig], tasks: Sequence[Task], seeds: Sequence[int], work_dir: Path
 ) -> list[Result]:
     """One result for every task, seed and stack: read, where an earlier call has left it.
 
@@ -273,24 +259,17 @@ def results_of(
       ConfigError: what lies in `work_dir` is of another experiment.
     """
     results = []
-    for task in tasks:
-        for seed in seeds:
-            for name, config in experiments.items():
-                config = dataclasses.replace(config, training=dataclasses.replace(config.training, seed=seed))
-                path = work_dir / f"{task}-{config.data.seq_len}-{name}-{seed}.json"
-                if not path.exists():
-                    print(f"== {task}, {config.data.seq_len} tokens, {name}, seed {seed}", flush=True)
-                    result = {"stack": name, **run(config, task)}
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    incomplete = path.with_suffix(".incomplete")
-                    incomplete.write_text(json.dumps(result) + "\n")
-                    incomplete.replace(path)
-                    end = f"solved at {result['solved']}" if result["solved"] else f"not solved by {result['steps']}"
-                    print(f"   {result['accuracy']:.1%}, {end}, {result['seconds']:.0f} s", flush=True)
-                result = json.loads(path.read_text())
-                if result["config"] != json.loads(json.dumps(to_dict(config))):
-                    raise ConfigError(f"{path} is of another experiment: take another --work_dir, or the old values")
-                results.append(result)
+    for task, seed, (name, config) in itertools.product(tasks, seeds, experiments.items()):
+        config = with_training(config, seed=seed)
+        path = work_dir / f"{task}-{config.data.seq_len}-{name}-{seed}.json"
+        if not path.exists():
+            print(f"== {task}, {config.data.seq_len} tokens, {name}, seed {seed}", flush=True)
+            result = keep({"stack": name, **run(config, task)}, path)
+            end = f"solved at {result['solved']}" if result["solved"] else f"not solved by {result['steps']}"
+            print(f"   {result['accuracy']:.1%}, {end}, {result['seconds']:.0f} s", flush=True)
+        results.append(json.loads(path.read_text()))
+        if results[-1]["config"] != json.loads(json.dumps(to_dict(config))):
+            raise ConfigError(f"{path} is of another experiment: take another --work_dir, or the old values")
     return results
 
 
@@ -301,24 +280,20 @@ def report(results: Sequence[Result], command: str) -> str:
     """The results as Markdown: one table per task, a line per stack."""
     first = results[0]
     training, data = first["config"]["training"], first["config"]["data"]
-    lines = [
+    parts = [
         "# Recall: does a stack read the context it needs?",
-        "",
         f"    {command}",
-        "",
         f"At most {training['steps']} steps of {training['batch_size']} x {data['seq_len']} tokens; a run ends at "
         f"{SOLVED:.0%}. Means over seeds; steps until solved, seed by seed. Router recall: answers beyond the window "
         "whose chunk the token was given. It and the shares of pairs and attention on routed context are each those of "
         f"the layer where they are largest. JAX {first['versions']['jax']}, {first['device']}.",
     ]
-    header = ["stack", "parameters", "FLOPs a token", "accuracy", "worst seed", "solved at", "router recall"]
-    header += ["pairs on context", "attention on context"]
-    for task in dict.fromkeys(result["task"] for result in results):
+    heads = ["stack", "parameters", "FLOPs a token", "accuracy", "worst seed", "solved at", "router recall"]
+    heads += ["pairs on context", "attention on context"]
+    for task, of_task in _groups(results, "task").items():
         rows = []
-        for name in dict.fromkeys(result["stack"] for result in results):
-            runs = [result for result in results if (result["task"], result["stack"]) == (task, name)]
+        for name, runs in _groups(of_task, "stack").items():
             accuracy = [one["accuracy"] for one in runs]
-            recall, *shares = (_mean_share(runs, key) for key in ("router_recall", "pairs_context", "mass_context"))
             rows.append(
                 [
                     ALL_STACKS[name].title,
@@ -327,12 +302,17 @@ def report(results: Sequence[Result], command: str) -> str:
                     f"{statistics.mean(accuracy):.1%}",
                     f"{min(accuracy):.1%}",
                     ", ".join(str(one["solved"] or "no") for one in runs),
-                    recall,
-                    *shares,
+                    *(_mean_share(runs, key) for key in ("router_recall", "pairs_context", "mass_context")),
                 ]
             )
-        lines += ["", f"## {task}", "", table(header, rows)]
-    return "\n".join(lines) + "\n"
+        parts += [f"## {task}", table(heads, rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _groups(results: Sequence[Result], key: str) -> dict[str, list[Result]]:
+    """The results by what they have under `key`, in the order in which they come."""
+    names = dict.fromkeys(result[key] for result in results)
+    return {name: [result for result in results if result[key] == name] for name in names}
 
 
 def _mean_share(runs: Sequence[Result], key: str) -> str:
@@ -343,27 +323,24 @@ def _mean_share(runs: Sequence[Result], key: str) -> str:
     return f"{statistics.mean(max(value) if isinstance(value, list) else value for value in values):.1%}"
 
 
-def draw(results: Sequence[Result], path: Path) -> Figure:
+def draw(results: Sequence[Result], path: str | Path) -> Figure:
     """Accuracy over the steps, and by the distance to the answer: a row of panels for every task."""
-    tasks = list(dict.fromkeys(result["task"] for result in results))
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(9.0, 2.9 * len(tasks)))
-        for (left, right), task in zip(figure.subplots(len(tasks), 2, squeeze=False), tasks, strict=True):
-            _draw_task(left, right, task, [result for result in results if result["task"] == task])
+    tasks = _groups(results, "task")
+    with picture(path, 9.0, 2.9 * len(tasks)) as figure:
+        for (left, right), (task, found) in zip(
+            figure.subplots(len(tasks), 2, squeeze=False), tasks.items(), strict=True
+        ):
+            _draw_task(left, right, task, found)
         figure.axes[0].legend(frameon=False, fontsize=8)
-        figure.savefig(path)
     return figure
 
 
 def _draw_task(left: Axes, right: Axes, task: str, results: Sequence[Result]) -> None:
-    named = set()
     for result in results:
-        stack = ALL_STACKS[result["stack"]]
-        label = None if result["stack"] in named else stack.title
-        named.add(result["stack"])
-        steps = [point["step"] for point in result["curve"]]
-        left.plot(steps, [point["accuracy"] for point in result["curve"]], color=stack.colour, lw=1.3, label=label)
-        bins = result["by_distance"]
+        stack, curve, bins = ALL_STACKS[result["stack"]], result["curve"], result["by_distance"]
+        label = None if stack.title in left.get_legend_handles_labels()[1] else stack.title
+        steps, accuracy = ([point[key] for point in curve] for key in ("step", "accuracy"))
+        left.plot(steps, accuracy, color=stack.colour, lw=1.3, label=label)
         middle = [(one["from"] * one["to"]) ** 0.5 for one in bins]
         right.plot(middle, [one["accuracy"] for one in bins], "o-", color=stack.colour, lw=1.0, markersize=3)
     length = results[0]["config"]["data"]["seq_len"]
@@ -375,34 +352,21 @@ def _draw_task(left: Axes, right: Axes, task: str, results: Sequence[Result]) ->
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
-def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
-    logging.set_verbosity(logging.WARNING)  # TFDS and Orbax report every file
-    command = shlex.join(["python", "-m", "experiments.recall", *sys.argv[1:]])
-    seeds = [int(seed) for seed in FLAGS.seeds]
-
-    def compare() -> None:
-        experiments = {
-            name: with_steps(
-                load_experiment(FLAGS.gin_file, [*FLAGS.gin_param, *ALL_STACKS[name].bindings]), FLAGS.steps
-            )
-            for name in dict.fromkeys(FLAGS.stack)
-        }
-        tasks = list(dict.fromkeys(FLAGS.task))
-        if "needle" in tasks:
-            ensure_prepared(next(iter(experiments.values())).data)
-        results = results_of(experiments, tasks, seeds, Path(FLAGS.work_dir))
-        text, output = report(results, command), Path(FLAGS.output)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.with_name(output.name + ".json").write_text(json.dumps({"command": command, "results": results}) + "\n")
-        output.with_name(output.name + ".md").write_text(text)
-        draw(results, output.with_name(output.name + ".png"))
-        print(text, end="")
-
-    return exit_code(compare)
+def compare() -> None:
+    """Makes the comparison that the flags describe."""
+    params = {name: [*FLAGS.gin_param, *ALL_STACKS[name].bindings] for name in FLAGS.stack}
+    experiments = {
+        name: with_training(load_experiment(FLAGS.gin_file, given), steps=FLAGS.steps) for name, given in params.items()
+    }
+    tasks = list(dict.fromkeys(FLAGS.task))
+    if "needle" in tasks:
+        ensure_prepared(next(iter(experiments.values())).data)
+    results = results_of(experiments, tasks, [int(seed) for seed in FLAGS.seeds], Path(FLAGS.work_dir))
+    command = command_line("experiments.recall")
+    record = {"command": command, "results": results}
+    publish(record, report(results, command), f"{FLAGS.output}.json", indent=None)
+    draw(results, f"{FLAGS.output}.png")
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    start(define_flags, lambda: exit_code(compare))

@@ -50,23 +50,19 @@ def exit_code(comparison: Callable[[], None]) -> int:
     """What a program that makes a comparison ends with; what stopped it is said in one line."""
     try:
         comparison()
-    except ConfigError as error:
+    except (ConfigError, DivergedError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    except DivergedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
+        return 1 if isinstance(error, ConfigError) else 3
     except StoppedError as error:
         print(error)
         return error.exit_code
     return 0
 
 
-def with_steps(config: ExperimentConfig, steps: int | None) -> ExperimentConfig:
-    """The experiment for so many steps; None: for its own."""
-    if steps is None:
-        return config
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, steps=steps))
+def with_training(config: ExperimentConfig, **values: Any) -> ExperimentConfig:
+    """The experiment with other fields of its training; None: as it is."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, **given))
 
 
 def require_one_dataset(config: ExperimentConfig) -> None:
@@ -103,11 +99,16 @@ def run(
     ended = train(config, run_dir, notes={"config.gin": operative_gin(config)})
     if ended.interrupted is not None:
         raise StoppedError(ended.interrupted)
-    result = measure(run_dir, config, eval_batches, more, skipped)
+    return keep(measure(run_dir, config, eval_batches, more, skipped), path)
+
+
+def keep(result: Result, path: Path) -> Result:
+    """Writes a result, whole or not at all, and returns it as a later call will read it: without tuples."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     incomplete = path.with_suffix(".incomplete")
     incomplete.write_text(json.dumps(result, indent=1) + "\n")
     incomplete.replace(path)
-    return json.loads(path.read_text())  # as a later call will read it: without tuples
+    return json.loads(path.read_text())
 
 
 def refuse_other_result(result: Result, config: ExperimentConfig, eval_batches: int, path: Path) -> None:
@@ -154,7 +155,7 @@ def measure(
         "nats_per_token": evaluation.nats_per_token,
         "tokens_per_second": statistics.median(speeds),
         "evaluation": evaluation.to_dict(),
-        "documents": by_document(evaluation.nll_by_target, batches, tokenizer),
+        "documents": by_document(np.asarray(evaluation.nll_by_target), batches, tokenizer),
         "budgets": budgets,
         "eval_batches": eval_batches,
         "corpus_digest": checkpoint.metadata["datasets"][dataset]["corpus_digest"],

@@ -11,17 +11,13 @@ and OUTPUT.md.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import shlex
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 from scipy import stats
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
@@ -31,7 +27,8 @@ from aamoe_jax.markdown import table
 from aamoe_jax.model import Skipped
 from experiments.binding import load_experiment
 from experiments.matching import TOLERANCE, active_flops, match, parameters
-from experiments.runs import Result, exit_code, require_one_dataset, run, with_steps
+from experiments.program import command_line, publish, start
+from experiments.runs import More, Result, exit_code, require_one_dataset, run, with_training
 
 FLAGS = flags.FLAGS
 
@@ -72,6 +69,14 @@ def stack(pattern: str, *bindings: str) -> Variant:
 
 
 STANDARD = "attention+feed_forward"
+SIGNALS = ("loss", "surprisal", "entropy")
+"""What the size of budgets is correlated with."""
+LEARNED = (
+    "AAMoEConfig.router = 'learned'",
+    "AAMoEConfig.key_convolution = False",
+    "BudgetConfig.importance = 'learned'",
+)
+"""The router of the paper, which has queries and keys of its own."""
 SEPARATE = stack("aamoe", "BudgetConfig.importance = 'uniform'", "BudgetConfig.expert_share = 0.5")
 DECONSTRUCTED = ("mlp", "approximate", "non_approximate", "random_qk", "fixed_qk", "static_qk")
 
@@ -158,15 +163,8 @@ STUDIES: Mapping[str, Study] = {
         {
             "AA-MoE": stack("aamoe"),
             "without convolution": stack("aamoe", "AAMoEConfig.key_convolution = False"),
-            "learned router": Variant(
-                (
-                    "ModelConfig.pattern = ('aamoe',)",
-                    "AAMoEConfig.router = 'learned'",
-                    "AAMoEConfig.key_convolution = False",
-                    "BudgetConfig.importance = 'learned'",
-                ),
-                matched=False,  # the router's own parameters come on top: it has no feed-forward that could give way
-            ),
+            # The router's own parameters come on top: it has no feed-forward that could give way.
+            "learned router": stack("aamoe", *LEARNED)._replace(matched=False),
             "dense": stack("parallel"),
             "dense, one after the other": stack(STANDARD),
             # Attention over all earlier tokens, by a layer that can afford every chunk; rows of up to 32 chunks.
@@ -263,11 +261,10 @@ def configs(
     Raises:
       ConfigError: a variant that cannot be, or not in this size.
     """
-    found = {}
+    found: dict[str, ExperimentConfig] = {}
     for name, variant in study.variants.items():
-        config = load_experiment(gin_files, [*gin_params, *variant.bindings])
+        config = with_training(load_experiment(gin_files, [*gin_params, *variant.bindings]), steps=steps)
         require_one_dataset(config)
-        config = with_steps(config, steps)
         found[name] = _of_size(next(iter(found.values())), config) if found and variant.matched else config
     return found
 
@@ -280,7 +277,12 @@ def _of_size(first: ExperimentConfig, other: ExperimentConfig) -> ExperimentConf
 
 
 def conduct(
-    study: Study, experiments: Mapping[str, ExperimentConfig], seeds: Sequence[int], work_dir: Path, eval_batches: int
+    study: Study,
+    experiments: Mapping[str, ExperimentConfig],
+    seeds: Sequence[int],
+    work_dir: Path,
+    eval_batches: int,
+    more: More | None = None,
 ) -> dict[str, list[Result]]:
     """The results of every variant, one per seed.
 
@@ -293,10 +295,9 @@ def conduct(
     for seed in seeds:
         for name, variant in study.variants.items():
             print(f"== {name}, seed {seed}", flush=True)
-            config = experiments[name]
-            config = dataclasses.replace(config, training=dataclasses.replace(config.training, seed=seed))
             folder = work_dir / f"{(variant.trained_as or name).replace(' ', '_')}-{seed}"
-            results[name].append(run(config, folder, eval_batches, skipped=variant.without))
+            config = with_training(experiments[name], seed=seed)
+            results[name].append(run(config, folder, eval_batches, more=more, skipped=variant.without))
     return results
 
 
@@ -312,60 +313,58 @@ def report(
 ) -> str:
     """The study as Markdown: every variant with its size, then every claim with what was found."""
     first_name, first = next(iter(results.items()))
-    reference, one = figure(first, "bits_per_byte"), first[0]
-    config = experiments[first_name]
+    one, config = first[0], experiments[first_name]
     seeds = [f"seed {run['seed']}" for run in first]
-    sizes = [["variant", "parameters", "FLOPs a token", "tokens/s", "bits/byte", *seeds, "to first"]]
-    for name, runs in results.items():
-        bits = figure(runs, "bits_per_byte")
-        sizes.append(
-            [
-                name,
-                f"{parameters(experiments[name]):,}",
-                f"{active_flops(experiments[name], config.data.seq_len):,.0f}",
-                f"{statistics.mean(run['tokens_per_second'] for run in runs):,.0f}",
-                f"{bits:.4f}",
-                *(f"{run['bits_per_byte']:.4f}" for run in runs),
-                f"{bits - reference:+.4f}",
-            ]
-        )
-    found = [["claim", "less", "more", "figure", "difference", "of each seed", "95 % over documents", "found"]]
-    for claim in study.claims:
-        less, more = (figure(results[name], claim.figure) for name in (claim.less, claim.more))
-        verdict = "holds" if less < more else "does not hold"
-        pairs = zip(results[claim.less], results[claim.more], strict=True)
-        seeds = " ".join(f"{figure([b], claim.figure) - figure([a], claim.figure):+.4f}" for a, b in pairs)
-        interval = over_documents(results[claim.less], results[claim.more]) if claim.figure == "bits_per_byte" else None
-        within = f"{interval[0]:+.4f} to {interval[1]:+.4f}" if interval else "-"
-        found.append(
-            [claim.finding, claim.less, claim.more, claim.figure, f"{more - less:+.4f}", seeds, within, verdict]
-        )
-    lines = [
+    sizes = [_size(experiments[name], runs, figure(first, "bits_per_byte")) for name, runs in results.items()]
+    parts = [
         f"# {study.title}",
-        "",
         f"    {command}",
-        "",
         f"{one['steps']} steps of {config.training.batch_size} x {config.data.seq_len} tokens, the same in the same "
         f"order for every variant; {one['evaluation']['tokens']:,} tokens of held-out text, causal budgets. FLOPs are "
         f"of a forward pass, in closed form, all budgets spent. Corpus {one['corpus_digest'][:16]}, "
         f"JAX {one['versions']['jax']}, {one['device']}. Claims are of means over {len(first)} seeds; the interval is "
         f"of that difference, by a bootstrap over the {len(one['documents'])} held-out documents.",
-        "",
-        table(sizes[0], sizes[1:]),
-        "",
-        table(found[0], found[1:]),
-        "",
+        table(
+            ["variant", "parameters", "FLOPs a token", "tokens/s", "bits/byte", *seeds, "to first"],
+            [[name, *cells] for name, cells in zip(results, sizes, strict=True)],
+        ),
+        table(
+            ["claim", "less", "more", "figure", "difference", "of each seed", "95 % over documents", "found"],
+            [_judged(claim, results[claim.less], results[claim.more]) for claim in study.claims],
+        ),
     ]
     if spending := _spending(results):
-        lines += [
+        parts += [
             f"Where budgets go: shares of pairs and attention on routed context, of tokens whose number of resources "
             f"differs from the mean by more than {UNEVEN:.0%}, and that number's correlation with the loss of the next "
             "token, the surprisal of the token itself and the entropy of the next. Means over seeds, layer by layer.",
-            "",
-            table(spending[0], spending[1:]),
-            "",
+            table(["variant", "pairs on context", "attention on context", "uneven", *SIGNALS], spending),
         ]
-    return "\n".join(lines)
+    return "\n\n".join(parts) + "\n"
+
+
+def _size(config: ExperimentConfig, runs: Sequence[Result], reference: float) -> list[str]:
+    """What a variant is and does, and how far it is from the bits per byte of the first."""
+    bits = figure(runs, "bits_per_byte")
+    return [
+        f"{parameters(config):,}",
+        f"{active_flops(config, config.data.seq_len):,.0f}",
+        f"{statistics.mean(run['tokens_per_second'] for run in runs):,.0f}",
+        f"{bits:.4f}",
+        *(f"{run['bits_per_byte']:.4f}" for run in runs),
+        f"{bits - reference:+.4f}",
+    ]
+
+
+def _judged(claim: Claim, less: Sequence[Result], more: Sequence[Result]) -> list[str]:
+    """A claim with the differences that were found."""
+    difference = figure(more, claim.figure) - figure(less, claim.figure)
+    pairs = zip(less, more, strict=True)
+    seeds = " ".join(f"{figure([b], claim.figure) - figure([a], claim.figure):+.4f}" for a, b in pairs)
+    interval = over_documents(less, more) if claim.figure == "bits_per_byte" else None
+    within = f"{interval[0]:+.4f} to {interval[1]:+.4f}" if interval else "-"
+    verdict = "holds" if difference > 0 else "does not hold"
+    return [*claim, f"{difference:+.4f}", seeds, within, verdict]
 
 
 def over_documents(less: Sequence[Result], more: Sequence[Result]) -> tuple[float, float] | None:
@@ -386,18 +385,14 @@ def over_documents(less: Sequence[Result], more: Sequence[Result]) -> tuple[floa
 
 
 def _spending(results: Mapping[str, Sequence[Result]]) -> list[list[str]]:
-    """Rows of the table of budgets, a header first; none without AA-MoE layers."""
-    figures = ("uneven", "loss", "surprisal", "entropy")
-    rows = [["variant", "pairs on context", "attention on context", *figures]]
+    """Rows of the table of budgets; none without AA-MoE layers."""
+    rows = []
     for name, runs in results.items():
-        if runs[0]["budgets"] is None:
-            continue
-        of_runs = [run["evaluation"]["statistics"] | run["budgets"] for run in runs]
-        shares = ("pairs_context", "mass_context", "uneven")
-        cells = [_by_layer([one[key] for one in of_runs], ".1%") for key in shares]
-        cells += [_by_layer([one[key] for one in of_runs], "+.2f") for key in figures[1:]]
-        rows.append([name, *cells])
-    return rows if len(rows) > 1 else []
+        if runs[0]["budgets"] is not None:
+            about = [run["evaluation"]["statistics"] | run["budgets"] for run in runs]
+            forms = dict.fromkeys(("pairs_context", "mass_context", "uneven"), ".1%") | dict.fromkeys(SIGNALS, "+.2f")
+            rows.append([name, *(_by_layer([one[key] for one in about], form) for key, form in forms.items())])
+    return rows
 
 
 def _by_layer(runs: Sequence[Sequence[float | None]], form: str) -> str:
@@ -406,27 +401,17 @@ def _by_layer(runs: Sequence[Sequence[float | None]], form: str) -> str:
     return " ".join("-" if None in layer else format(statistics.mean(layer), form) for layer in layers)
 
 
-def main(argv: list[str]) -> int:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
-    logging.set_verbosity(logging.WARNING)  # TFDS and Orbax report every file
-    command = shlex.join(["python", "-m", "experiments.studies", *sys.argv[1:]])
-    seeds = [int(seed) for seed in FLAGS.seeds]
-
-    def compare() -> None:
-        study = part_of(STUDIES[FLAGS.study], FLAGS.variant)
-        experiments = configs(study, FLAGS.gin_file, FLAGS.gin_param, FLAGS.steps)
-        ensure_prepared(next(iter(experiments.values())).data)
-        results = conduct(study, experiments, seeds, Path(FLAGS.work_dir) / FLAGS.study, FLAGS.eval_batches)
-        text, output = report(study, experiments, results, command), Path(FLAGS.output)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.with_name(output.name + ".json").write_text(json.dumps({"command": command, "results": results}) + "\n")
-        output.with_name(output.name + ".md").write_text(text)
-        print(text, end="")
-
-    return exit_code(compare)
+def compare() -> None:
+    """Makes the comparison that the flags describe."""
+    study = part_of(STUDIES[FLAGS.study], FLAGS.variant)
+    experiments = configs(study, FLAGS.gin_file, FLAGS.gin_param, FLAGS.steps)
+    ensure_prepared(next(iter(experiments.values())).data)
+    seeds, work_dir = [int(seed) for seed in FLAGS.seeds], Path(FLAGS.work_dir) / FLAGS.study
+    results = conduct(study, experiments, seeds, work_dir, FLAGS.eval_batches)
+    command = command_line("experiments.studies")
+    text = report(study, experiments, results, command)
+    publish({"command": command, "results": results}, text, f"{FLAGS.output}.json", indent=None)
 
 
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    start(define_flags, lambda: exit_code(compare))

@@ -91,8 +91,9 @@ def places_in_tests(root: Path) -> Places:
                 _add(places, system, file)
         for node in tree.body:
             known = _of_test(places, node, file, set())
-            for method in node.body if isinstance(node, ast.ClassDef) else ():
-                _of_test(places, method, f"{file}::{node.name}", known)
+            if isinstance(node, ast.ClassDef):
+                for method in node.body:
+                    _of_test(places, method, f"{file}::{node.name}", known)
     return places
 
 

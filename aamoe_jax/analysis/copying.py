@@ -20,12 +20,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
-from aamoe_jax.analysis.inspection import CONTEXT, EXPERT, Inspection, aamoe_layers, slot_kinds
+from aamoe_jax.analysis.inspection import CONTEXT, EXPERT, Inspection, aamoe_layers, read, slot_kinds
 from aamoe_jax.config import ConfigError, ModelConfig
-from aamoe_jax.evaluation.perplexity import causal_budget
-from aamoe_jax.model import merge, structure
 
 NGRAMS = (4, 8, 16, 32)
 
@@ -95,63 +93,25 @@ def observe(
       ConfigError: the model has no AA-MoE layer, or no token of the batches has a next one.
     """
     aamoe_layers(config)
-    step = _forward(config, budget_scale)
     wanted = min(max_batches or len(batches), len(batches))
-    parts: list[dict[str, np.ndarray]] = []
-    documents = 0
+    parts, documents = [], 0
     for index in np.unique(np.linspace(0, len(batches) - 1, wanted).astype(int)):
         batch = batches[int(index)]
-        ends = (batch["tokens"] == eos_id).reshape(-1)
-        nats, statistics = jax.device_get(step(params, batch))
-        parts.append(_entries(config, batch, documents + np.cumsum(ends) - ends, nats, statistics))
-        documents += int(ends.sum())
-    fields = {name: np.concatenate([part[name] for part in parts], axis=-1) for name in parts[0]}
-    if not len(fields["token"]):
-        raise ConfigError("copies: there is nothing to predict in this split; prepare a larger dataset")
-    return Ledger(**fields)
-
-
-def _forward(config: ModelConfig, budget_scale: float) -> Any:
-    @jax.jit
-    def forward(params: dict[str, Any], batch: dict[str, Int[Array, "b L"]]) -> Any:
-        logits, statistics = merge(structure(config), params)(
-            batch["tokens"],
-            batch["segment_ids"],
-            batch["positions"],
-            budget=causal_budget(config),
-            detail="resources",
-            budget_scale=budget_scale,
-            max_budget_scale=max(budget_scale, 1.0),
-        )
+        ends, kept = batch["tokens"].reshape(-1) == eos_id, batch["loss_mask"].reshape(-1) > 0
+        logits, statistics = read(config, params, batch, "resources", budget_scale)
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        return nats, {name: statistics[name] for name in ("spent", "resource")}
-
-    return forward
-
-
-def _entries(
-    config: ModelConfig,
-    batch: Batch,
-    cluster: Int[np.ndarray, "T"],
-    nats: Float[np.ndarray, "b L"],
-    statistics: dict[str, np.ndarray],
-) -> dict[str, np.ndarray]:
-    """The fields of a ledger for the tokens of a batch that have a next one."""
-    kept = batch["loss_mask"].reshape(-1) > 0
-    spent = statistics["spent"]
-    kind = slot_kinds(config.aamoe, spent, statistics["resource"], spent.shape[-1])
-    rows = zip(batch["tokens"], batch["segment_ids"], strict=True)
-    per_token = {
-        "token": batch["tokens"],
-        "position": batch["positions"],
-        "cluster": cluster,
-        "repeat": np.stack([longest_repeat(*row) for row in rows]),
-        "nats": nats,
-    }
-    per_layer = {"spent": spent, "context": (kind == CONTEXT).sum(-1), "expert": (kind == EXPERT).sum(-1)}
-    return {name: value.reshape(-1)[kept] for name, value in per_token.items()} | {
-        name: value.reshape(len(value), -1)[:, kept] for name, value in per_layer.items()
-    }
+        nats, spent, resource = jax.device_get((nats, statistics["spent"], statistics["resource"]))
+        kind = slot_kinds(config.aamoe, spent, resource, spent.shape[-1])
+        repeat = np.stack([longest_repeat(*row) for row in zip(batch["tokens"], batch["segment_ids"], strict=True)])
+        per_token = batch["tokens"], batch["positions"], documents + np.cumsum(ends) - ends, repeat, nats
+        per_layer = spent, (kind == CONTEXT).sum(-1), (kind == EXPERT).sum(-1)
+        fields = [x.reshape(-1)[kept] for x in per_token]
+        parts.append(fields + [x.reshape(len(x), -1)[:, kept] for x in per_layer])
+        documents += int(ends.sum())
+    ledger = Ledger(*(np.concatenate(found, axis=-1) for found in zip(*parts, strict=True)))
+    if not len(ledger.token):
+        raise ConfigError("copies: there is nothing to predict in this split; prepare a larger dataset")
+    return ledger
 
 
 def ledger_of(inspection: Inspection) -> Ledger:

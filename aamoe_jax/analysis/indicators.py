@@ -6,20 +6,20 @@ over the tokens up to their own.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
+from aamoe_jax.analysis.inspection import read
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.evaluation.perplexity import causal_budget
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.fixed_maps import fixed_streams
-from aamoe_jax.model import LanguageModel, Period, betas_of_blocks, merge, structure
+from aamoe_jax.model import LanguageModel, Period, betas_of_blocks
 
 NEIGHBOURS = 4
 """Local focus is told for so many distances, from 0."""
@@ -77,14 +77,14 @@ def attention_maps(config: ModelConfig, params: dict[str, Any], tokens: Int[np.n
         raise ConfigError(f"ModelConfig.pattern = {config.pattern!r}: no mixer of it has an attention map")
     if not len(tokens):
         raise ConfigError("the passage is empty: there is nothing to attend to")
-    maps = np.asarray(_forward(params, jnp.asarray(tokens, jnp.int32)[None], config=config), np.float32)
+    maps = np.asarray(read(config, params, {"tokens": tokens[None]}, "maps")[1]["attention_map"], np.float32)
     return [MappedLayer(*block, attention[0]) for block, attention in zip(blocks, maps, strict=True)]
 
 
 def mapped_blocks(config: ModelConfig) -> list[tuple[int, str]]:
     """The layers, counted from 0, and mixers whose statistics hold an attention map, in the order of the stack."""
 
-    def statistics() -> tuple[dict[str, Array], ...]:
+    def statistics() -> tuple[dict[str, Any], ...]:
         length = config.aamoe.chunk_size  # AA-MoE layers take whole chunks
         embed = LanguageModel(config, rngs=nnx.Rngs(0)).embed
         fixed = fixed_streams(config, embed, length)
@@ -96,12 +96,6 @@ def mapped_blocks(config: ModelConfig) -> list[tuple[int, str]]:
     reported = jax.eval_shape(statistics)
     having = [block for block, about in zip(config.mixers, reported, strict=True) if "attention_map" in about]
     return [(period * len(config.pattern) + at, name) for period in range(config.periods) for at, name in having]
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _forward(params: dict[str, Any], tokens: Int[Array, "1 L"], *, config: ModelConfig) -> Float[Array, "M 1 H L L"]:
-    _, statistics = merge(structure(config), params)(tokens, budget=causal_budget(config), detail="maps")
-    return statistics["attention_map"]
 
 
 def table(found: list[MappedLayer]) -> str:

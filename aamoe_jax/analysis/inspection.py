@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,11 +19,12 @@ from jaxtyping import Array, Bool, Float, Int
 from aamoe_jax.aamoe.statistics import summarize
 from aamoe_jax.config import AAMoEConfig, ConfigError, ModelConfig
 from aamoe_jax.evaluation.perplexity import causal_budget
-from aamoe_jax.mixers.base import Statistics
+from aamoe_jax.mixers.base import Detail
 from aamoe_jax.model import merge, structure
 
 UNUSED, LOCAL, CONTEXT, EXPERT = -1, 0, 1, 2
 """What a slot holds: nothing, the own neighbourhood, a routed chunk, an expert."""
+Slots = Int[np.ndarray, "layers L K"]
 LIKELY = 3
 """How many of the most probable next tokens are kept."""
 
@@ -40,13 +42,13 @@ class Inspection:
     """Resources given."""
     budget: Float[np.ndarray, "layers L"]
     """Real budgets B_i; what a token is given is at most their floor."""
-    resource: Int[np.ndarray, "layers L K"]
+    resource: Slots
     """Chunks 0..l-1, experts l..l+E-1; a local resource stands as the own chunk."""
-    kind: Int[np.ndarray, "layers L K"]
+    kind: Slots
     """UNUSED, LOCAL, CONTEXT or EXPERT."""
-    start: Int[np.ndarray, "layers L K"]
+    start: Slots
     """First token that is seen through the slot; 0 for experts."""
-    stop: Int[np.ndarray, "layers L K"]
+    stop: Slots
     """One past the last; 0 for experts."""
     probability: Float[np.ndarray, "layers L K"]
     """P(i, j) of eq 10-14."""
@@ -66,7 +68,7 @@ class Inspection:
         return -(-len(self.tokens) // self.chunk_size)
 
     @property
-    def expert(self) -> Int[np.ndarray, "layers L K"]:
+    def expert(self) -> Slots:
         """Number of the expert in each slot, from 0; -1 where there is none."""
         return np.where(self.kind == EXPERT, self.resource - self.num_chunks, -1)
 
@@ -86,7 +88,11 @@ def inspect_passage(
     layers = aamoe_layers(config)
     if not len(tokens):
         raise ConfigError("the passage is empty: there is nothing to inspect")
-    nats, likely_log_p, likely, statistics = _run(config, params, tokens, budget_scale)
+    logits, statistics = read(config, params, {"tokens": tokens[None]}, "resources", budget_scale)
+    log_p = jax.nn.log_softmax(logits[0])
+    nats = -jnp.take_along_axis(log_p[:-1], tokens[1:, None], axis=-1)[:, 0]
+    likely_log_p, likely = jax.lax.top_k(log_p, LIKELY)
+    nats, likely_log_p, likely, statistics = jax.device_get((nats, likely_log_p, likely, statistics))
     per_token = {name: statistics.pop(name)[:, 0] for name in ("spent", "budget", "resource", "probability", "mass")}
     kind = slot_kinds(config.aamoe, per_token["spent"], per_token["resource"], len(tokens))
     start, stop = spans(config.aamoe, per_token["resource"], kind)
@@ -118,32 +124,21 @@ def aamoe_layers(config: ModelConfig) -> tuple[int, ...]:
     return found
 
 
-def _run(config: ModelConfig, params: dict[str, Any], tokens: Int[np.ndarray, "L"], budget_scale: float) -> Any:
-    row = jnp.asarray(tokens, jnp.int32)[None]
-    most = max(budget_scale, 1.0)
-    return jax.device_get(_forward(params, row, jnp.float32(budget_scale), config=config, max_budget_scale=most))
+def read(
+    config: ModelConfig, params: dict[str, Any], batch: Mapping[str, Any], detail: Detail, budget_scale: float = 1.0
+) -> tuple[Float[Array, "b L V"], dict[str, Any]]:
+    """Logits and statistics of rows under causal budgets; without `segment_ids` and `positions` each is a document."""
+    names = ("tokens", "segment_ids", "positions")
+    inputs = {name: jnp.asarray(batch[name], jnp.int32) for name in names if name in batch}
+    return _forward(params, inputs, jnp.float32(budget_scale), config, detail, max(budget_scale, 1.0))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "max_budget_scale"))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def _forward(
-    params: dict[str, Any],
-    tokens: Int[Array, "1 L"],
-    budget_scale: Float[Array, ""],
-    *,
-    config: ModelConfig,
-    max_budget_scale: float,
-) -> tuple[Float[Array, "M"], Float[Array, "L n"], Int[Array, "L n"], Statistics]:
-    """-log p of all tokens but the first, the most probable next ones, and the statistics."""
-    logits, statistics = merge(structure(config), params)(
-        tokens,
-        budget=causal_budget(config),
-        detail="resources",
-        budget_scale=budget_scale,
-        max_budget_scale=max_budget_scale,
-    )
-    log_p = jax.nn.log_softmax(logits[0])
-    nats = -jnp.take_along_axis(log_p[:-1], tokens[0, 1:, None], axis=-1)[:, 0]
-    return nats, *jax.lax.top_k(log_p, LIKELY), statistics
+    params: Any, inputs: dict[str, Array], budget_scale: Array, config: ModelConfig, detail: Detail, most: float
+) -> tuple[Array, Any]:
+    options: dict[str, Any] = {"budget": causal_budget(config), "detail": detail, "max_budget_scale": most, **inputs}
+    return merge(structure(config), params)(budget_scale=budget_scale, **options)
 
 
 def has_local_rank(config: AAMoEConfig) -> bool:
@@ -162,9 +157,7 @@ def slot_kinds(
     return np.where(rank < spent[..., None], kind, UNUSED)
 
 
-def spans(
-    config: AAMoEConfig, resource: Int[np.ndarray, "layers L K"], kind: Int[np.ndarray, "layers L K"]
-) -> tuple[Int[np.ndarray, "layers L K"], Int[np.ndarray, "layers L K"]]:
+def spans(config: AAMoEConfig, resource: Slots, kind: Slots) -> tuple[Slots, Slots]:
     """First token that is seen through each slot and one past the last, in a passage that is one document.
 
     A window crosses the border of chunks; of the chunk before, a routed slot shows what the window leaves over. Else a

@@ -76,7 +76,7 @@ class Neurons(NamedTuple):
         """o = alpha M, of every network (PM-05)."""
         return np.einsum("Nn,Nnd->Nd", self.activations(x_q), self.M)
 
-    def _products(self, weights: Float[np.ndarray, "N n d"], x_q: Float[np.ndarray, "d"]) -> Float[np.ndarray, "N n"]:
+    def _products(self, weights: Any, x_q: Float[np.ndarray, "d"]) -> Float[np.ndarray, "N n"]:
         products = self.scale * weights @ x_q
         if self.query_map is None:
             return products
@@ -127,7 +127,7 @@ class Heads(NamedTuple):
         self,
         keys: Float[np.ndarray, "H n k"],
         values: Float[np.ndarray, "H n k"],
-        activation: Activation,
+        activation: Any,
         offset: Int[np.ndarray, "n"],
         gate_keys: Float[np.ndarray, "H n k"] | None = None,
     ) -> Neurons:
@@ -154,11 +154,17 @@ class Heads(NamedTuple):
 
 def heads_of(part: Params, config: ModelConfig) -> Heads:
     """The heads of anything that has `qkv` and `output`: a part of a mixer, or an AA-MoE layer."""
-    qkv, size, group = part["qkv"], config.head_dim, config.num_heads // config.kv_heads
-    key, value = (np.repeat(_by_head(qkv[name]["kernel"], size), group, axis=0) for name in ("key", "value"))
-    scales = [_float64(qkv[f"{name}_norm"]["scale"]) if config.qk_norm == "rms" else None for name in ("query", "key")]
-    output = _float64(part["output"]["kernel"]).reshape(config.num_heads, size, -1)
-    return Heads(_by_head(qkv["query"]["kernel"], size), key, value, output, *scales, config.rope_base)
+    qkv, size = part["qkv"], config.head_dim
+    query = _by_head(qkv["query"]["kernel"], size)
+    key, value = (_repeated(qkv[name], config) for name in ("key", "value"))
+    normed = [_float64(qkv[f"{name}_norm"]["scale"]) if config.qk_norm == "rms" else None for name in ("query", "key")]
+    output = _kernel(part, "output").reshape(config.num_heads, size, -1)
+    return Heads(query, key, value, output, normed[0], normed[1], config.rope_base)
+
+
+def _repeated(projection: Params, config: ModelConfig) -> Float[np.ndarray, "H d k"]:
+    """The weights of every head, those of a group again for each of its heads."""
+    return np.repeat(_by_head(projection["kernel"], config.head_dim), config.num_heads // config.kv_heads, axis=0)
 
 
 def as_neurons(
@@ -182,22 +188,24 @@ def as_neurons(
       ConfigError: the mixer is not readable (`registry.Entry`).
     """
     if not MIXERS[name].readable:
-        raise ConfigError(
-            f"mixer {name!r} cannot be read as neurons, whose weights follow from products with its input"
-        )
+        reason = "whose weights follow from products with its input"
+        raise ConfigError(f"mixer {name!r} cannot be read as neurons, {reason}")
     x = np.zeros((0, config.d_model)) if x is None else x
     positions = np.arange(len(x)) if positions is None else positions
     found: dict[str, Neurons] = {}
     for part in _parts(mixer):
         if "qkv" in part:
-            found["heads"] = _grown_heads(part, config, MIXERS[name].heads, x, positions)
+            heads, activation = heads_of(part, config), MIXERS[name].heads
+            maps = [heads.W_K, heads.W_V, *([_repeated(part["gate"], config)] if activation == "gated_root" else [])]
+            keys, values, *gates = (np.einsum("nd,Hdk->Hnk", x, weights) for weights in maps)
+            found["heads"] = heads.network(keys, values, activation, positions - positions[-1:], *gates)
         for rows, label in (("memory", "memory"), ("expert", "experts")):
             if f"{rows}_keys" in part:
                 found[label] = _persistent(part, config, rows)
         if "key" in part:
-            found["feed_forward"] = _feed_forward(part)
-        if "down" in part:
-            found["feed_forward"] = _token_mlp(part)
+            found["feed_forward"] = _feed_forward(part, "key", _kernel(part, "value"))
+        if "down" in part:  # a SwiGLU whose output weights are multiplied by W^O
+            found["feed_forward"] = _feed_forward(part, "up", _kernel(part, "down") @ _kernel(part, "output"))
         if "keys" in part:
             keys, values = _float64(part["keys"]), _float64(part["values"])
             found["experts"] = Neurons(keys.swapaxes(1, 2), values, "relu")
@@ -214,44 +222,16 @@ def mixers_of(params: Params, config: ModelConfig) -> Iterator[tuple[int, str, P
             yield period * len(config.pattern) + layer, name, own
 
 
-def _grown_heads(
-    part: Params,
-    config: ModelConfig,
-    activation: Activation,
-    x: Float[np.ndarray, "n d"],
-    positions: Int[np.ndarray, "n"],
-) -> Neurons:
-    heads = heads_of(part, config)
-    keys, values = (np.einsum("nd,Hdk->Hnk", x, weights) for weights in (heads.W_K, heads.W_V))
-    gates = None
-    if activation == "gated_root":
-        gate_map = np.repeat(
-            _by_head(part["gate"]["kernel"], config.head_dim), config.num_heads // config.kv_heads, axis=0
-        )
-        gates = np.einsum("nd,Hdk->Hnk", x, gate_map)
-    return heads.network(keys, values, activation, positions - positions[-1:], gates)
-
-
 def _persistent(part: Params, config: ModelConfig, rows: str) -> Neurons:
     """Keys and values that are parameters: they meet queries un-turned, and share a softmax with the heads."""
-    keys, values = (
-        _by_head(_float64(part[f"{rows}_{kind}"]).reshape(-1, config.d_model), config.head_dim)
-        for kind in ("keys", "values")
-    )
+    tables = (np.reshape(part[f"{rows}_{kind}"], (-1, config.d_model)) for kind in ("keys", "values"))
+    keys, values = (_by_head(table, config.head_dim) for table in tables)
     return heads_of(part, config).network(keys, values, "softmax", np.zeros(keys.shape[1], int))
 
 
-def _feed_forward(part: Params) -> Neurons:
-    inwards, outwards = _float64(part["key"]["kernel"]).T[None], _float64(part["value"]["kernel"])[None]
-    if "gate" not in part:
-        return Neurons(inwards, outwards, "relu")
-    return Neurons(inwards, outwards, "swiglu", gates=_float64(part["gate"]["kernel"]).T[None])
-
-
-def _token_mlp(part: Params) -> Neurons:
-    """A SwiGLU whose output weights are multiplied by W^O."""
-    gates, inwards, down, output = (_float64(part[name]["kernel"]) for name in ("gate", "up", "down", "output"))
-    return Neurons(inwards.T[None], (down @ output)[None], "swiglu", gates=gates.T[None])
+def _feed_forward(part: Params, inwards: str, outwards: Float[np.ndarray, "n d"]) -> Neurons:
+    gates = _kernel(part, "gate").T[None] if "gate" in part else None
+    return Neurons(_kernel(part, inwards).T[None], outwards[None], "relu" if gates is None else "swiglu", gates=gates)
 
 
 # Sizes.
@@ -344,15 +324,11 @@ def likely_tokens(
 def _learned(name: str, config: ModelConfig) -> int:
     total = 0
     for part in _parts(_shapes(name, config)):
-        for rows in ("memory_keys", "expert_keys"):
-            if rows in part:
-                total += config.num_heads * math.prod(part[rows].shape[:-1])
-        if "key" in part:
-            total += part["key"]["kernel"].shape[1]
-        if "down" in part:
-            total += part["down"]["kernel"].shape[0]
-        if "keys" in part:
-            total += part["keys"].shape[0] * part["keys"].shape[2]
+        shapes = {name: value.shape for name, value in part.items() if name.endswith("keys")}
+        shapes |= {name: part[name]["kernel"].shape for name in ("key", "down") if name in part}
+        rows = [math.prod(shapes[name][:-1]) for name in ("memory_keys", "expert_keys") if name in shapes]
+        total += config.num_heads * sum(rows) + shapes.get("key", (0, 0))[1] + shapes.get("down", (0,))[0]
+        total += shapes["keys"][0] * shapes["keys"][2] if "keys" in shapes else 0
     return total
 
 
@@ -394,6 +370,10 @@ def _by_head(weights: Any, size: int) -> Float[np.ndarray, "H n k"]:
     """Columns [n, H k] as heads."""
     weights = _float64(weights)
     return weights.reshape(weights.shape[0], -1, size).swapaxes(0, 1)
+
+
+def _kernel(part: Params, name: str) -> Float[np.ndarray, "n d"]:
+    return _float64(part[name]["kernel"])
 
 
 def _float64(x: Any) -> Float[np.ndarray, "..."]:

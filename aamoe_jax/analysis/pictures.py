@@ -6,7 +6,8 @@ Ito's palette; maps that grow darker one way). No global state of matplotlib is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import PercentFormatter
 
 Record = Mapping[str, Any]
+Series = tuple[Num[np.ndarray, "n"], Float[np.ndarray, "n *layers"]]
+Cells = list[tuple[int, int, str, int]]
 
 BLUE, VERMILION = "#0072B2", "#D55E00"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "axes.edgecolor": "#999999",
     "axes.grid": True,
     "axes.labelcolor": "#333333",
@@ -49,7 +52,16 @@ MEASURES = {"pairs": "share of pairs", "mass": "share of attention"}
 MARKS = {"\n": "↵", "\t": "→", "\r": "←"}
 
 
-def series(records: Sequence[Record], key: str) -> tuple[Num[np.ndarray, "n"], Float[np.ndarray, "n *layers"]]:
+@contextlib.contextmanager
+def picture(path: str | Path, width: float, height: float, **style: Any) -> Iterator[Figure]:
+    """A figure of so many inches to draw on, which is then written."""
+    with mpl.rc_context(STYLE | style):
+        figure = Figure(figsize=(width, height))
+        yield figure
+        figure.savefig(path)
+
+
+def series(records: Sequence[Record], key: str) -> Series:
     """Steps and values of the records that have `key`, in order of step."""
     found = sorted((record["step"], record[key]) for record in records if record.get(key) is not None)
     return np.array([step for step, _ in found]), np.array([value for _, value in found], float)
@@ -66,8 +78,7 @@ def loss_curve(records: Sequence[Record], path: str | Path) -> Figure:
     """
     steps, bits = _required(records, "bits_per_byte")
     validation_steps, validation = series(records, "validation_bits_per_byte")
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 3.6))
+    with picture(path, 6.4, 3.6) as figure:
         axes = figure.subplots()
         smooth = running_mean(bits, max(1, len(bits) // 40))
         axes.plot(steps, bits, color=BLUE, alpha=0.25, linewidth=0.8)
@@ -78,7 +89,6 @@ def loss_curve(records: Sequence[Record], path: str | Path) -> Figure:
         axes.set(xlabel="step", ylabel="bits per byte", ylim=_loss_limits(bits, smooth, validation))
         axes.legend(frameon=False, loc="upper right")
         _add_nats_axis(axes, records)
-        figure.savefig(path)
     return figure
 
 
@@ -101,11 +111,9 @@ def _loss_limits(
 
 def _add_nats_axis(axes: Axes, records: Sequence[Record]) -> None:
     """A second scale in nats per token, where tokens have a fixed number of bytes (the byte tokenizer)."""
-    ratios = [
-        record["loss"] / record["bits_per_byte"] for record in records if {"loss", "bits_per_byte"} <= set(record)
-    ]
+    ratios = [one["loss"] / one["bits_per_byte"] for one in records if {"loss", "bits_per_byte"} <= set(one)]
     if ratios and np.ptp(ratios) < 1e-3 * np.mean(ratios):
-        ratio = float(np.mean(ratios))
+        ratio: Any = float(np.mean(ratios))
         scale = axes.secondary_yaxis("right", functions=(lambda bits: bits * ratio, lambda nats: nats / ratio))
         scale.set_ylabel("nats per token")
         scale.spines["right"].set_visible(False)
@@ -136,19 +144,17 @@ def budget_map(
     # Budgets have long tails: a square root keeps the small ones apart, and the top percent share the darkest tone.
     norm = PowerNorm(0.5, vmin=0, vmax=max(1.0, float(np.percentile(list(panels.values()), 99))))
     num_rows = cells[-1][0] + 1
-    with mpl.rc_context(STYLE | {"axes.grid": False}):
-        height = len(panels) * (0.155 * num_rows + 0.3) + 0.2
-        figure = Figure(figsize=(0.082 * columns + 1.1, max(1.8, height)))
+    height = len(panels) * (0.155 * num_rows + 0.3) + 0.2
+    with picture(path, 0.082 * columns + 1.1, max(1.8, height), **{"axes.grid": False}) as figure:
         grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
         for axes, (title, values) in zip(grid, panels.items(), strict=True):
             image = _draw_passage(axes, cells, values, columns, norm)
             axes.set_title(f"{title}: {values.mean():.2f} resources per token", fontsize=9)
         _add_scale(figure, image, list(grid), min(1.0, 3.0 / height))
-        figure.savefig(path)
     return figure
 
 
-def lay_out(tokens_text: Sequence[str], columns: int) -> list[tuple[int, int, str, int]]:
+def lay_out(tokens_text: Sequence[str], columns: int) -> Cells:
     """(row, column, character, token) of every character of the passage, wrapped at `columns` and after line feeds."""
     cells, row, column = [], 0, 0
     for token, text in enumerate(tokens_text):
@@ -164,7 +170,7 @@ def lay_out(tokens_text: Sequence[str], columns: int) -> list[tuple[int, int, st
 
 
 def _draw_passage(
-    axes: Axes, cells: list[tuple[int, int, str, int]], values: Num[np.ndarray, "tokens"], columns: int, norm: PowerNorm
+    axes: Axes, cells: Cells, values: Num[np.ndarray, "tokens"], columns: int, norm: PowerNorm
 ) -> AxesImage:
     """The passage on its coloured ground. Returns the image, for the colour bar."""
     ground = np.full((cells[-1][0] + 1, columns), np.nan)
@@ -173,12 +179,9 @@ def _draw_passage(
     image = axes.imshow(ground, cmap=SPENT_COLOURS, norm=norm, aspect="auto", interpolation="nearest")
     for row, column, character, token in cells:
         if character != " ":
-            style = {
-                "color": _ink(SPENT_COLOURS, float(norm(values[token]))),
-                "fontfamily": "monospace",
-                "fontsize": 8.5,
-            }
-            axes.text(column, row, character, ha="center", va="center_baseline", parse_math=False, **style)
+            style: dict[str, Any] = {"fontfamily": "monospace", "fontsize": 8.5, "parse_math": False}
+            ink = _ink(SPENT_COLOURS, float(norm(values[token])))
+            axes.text(column, row, character, ha="center", va="center_baseline", color=ink, **style)
     starts = {row: token for row, _, _, token in reversed(cells)}
     axes.set_yticks(list(starts), [str(token) for token in starts.values()], fontsize=6)
     axes.tick_params(length=0)
@@ -192,7 +195,8 @@ def _add_scale(figure: Figure, image: AxesImage, panels: list[Axes], shrink: flo
     """The colour bar beside all panels."""
     bar = figure.colorbar(image, ax=panels, extend="max", shrink=shrink, aspect=25, pad=0.015)
     bar.set_label("resources")
-    bar.set_ticks([tick for tick in (0, 1, 2, 5, 10, 20, 50, 100, 200, 500) if tick <= image.norm.vmax])
+    largest: Any = image.norm.vmax
+    bar.set_ticks([tick for tick in (0, 1, 2, 5, 10, 20, 50, 100, 200, 500) if tick <= largest])
     bar.outline.set(linewidth=0.5, edgecolor="#999999")
     bar.ax.tick_params(length=2)
     bar.ax.minorticks_off()
@@ -214,8 +218,7 @@ def context_expert_share(records: Sequence[Record], path: str | Path) -> Figure:
       records: metrics with `step` and lists with one share per layer under `pairs_local`, `pairs_context`,
         `pairs_expert`, `mass_local`, `mass_context` and `mass_expert`.
     """
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(8.4, 4.4))
+    with picture(path, 8.4, 4.4) as figure:
         grid = figure.subplots(len(MEASURES), len(KINDS), sharex=True, sharey=True)
         for row, (measure, measure_title) in zip(grid, MEASURES.items(), strict=True):
             for axes, kind in zip(row, KINDS, strict=True):
@@ -234,7 +237,6 @@ def context_expert_share(records: Sequence[Record], path: str | Path) -> Figure:
         grid[0, 0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         handles, labels = grid[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center", frameon=False)
-        figure.savefig(path)
     return figure
 
 
@@ -243,7 +245,7 @@ def layer_colours(num_layers: int) -> Float[np.ndarray, "layers 4"]:
     return mpl.colormaps["viridis"](np.linspace(0.0, 0.9, num_layers))
 
 
-def _required(records: Sequence[Record], key: str) -> tuple[Num[np.ndarray, "n"], Float[np.ndarray, "n *layers"]]:
+def _required(records: Sequence[Record], key: str) -> Series:
     steps, values = series(records, key)
     if not len(steps):
         raise ValueError(f"none of {len(records)} records has {key!r}")

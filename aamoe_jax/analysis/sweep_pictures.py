@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from aamoe_jax.analysis.pictures import BLUE, KINDS, STYLE, VERMILION, layer_colours
+from aamoe_jax.analysis.pictures import BLUE, KINDS, VERMILION, layer_colours, picture
 from aamoe_jax.evaluation.report import fraction
 
 Record = Mapping[str, Any]
@@ -47,11 +46,9 @@ def budget_sweep(points: Sequence[Record], path: str | Path) -> Figure:
     Args:
       points: `Evaluation.to_dict()` by ascending `budget_scale`.
     """
-    scales = [point["budget_scale"] for point in points]
-    bits = [point["bits_per_byte"] for point in points]
+    scales, bits = ([point[name] for point in points] for name in ("budget_scale", "bits_per_byte"))
     labels = [fraction(scale) for scale in scales]
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(8.4, 3.4))
+    with picture(path, 8.4, 3.4) as figure:
         left, right = figure.subplots(1, 2)
         left.plot(scales, bits, "o-", color=BLUE, markersize=4.5, linewidth=1.5)
         for scale, value in zip(scales, bits, strict=True):
@@ -60,7 +57,6 @@ def budget_sweep(points: Sequence[Record], path: str | Path) -> Figure:
         left.margins(x=0.16, y=0.1)
         left.set(title="Held-out bits per byte", xlabel="budget, that of training = 1", ylabel="bits per byte")
         _draw_spent(right, points, labels)
-        figure.savefig(path)
     return figure
 
 
@@ -68,7 +64,8 @@ def _draw_spent(axes: Axes, points: Sequence[Record], labels: Sequence[str]) -> 
     """Resources per token as bars, one part for every kind."""
     bottom = np.zeros(len(points))
     for kind, title in KINDS.items():
-        height = np.array([_spent_on(point["statistics"], kind) for point in points])
+        about = (point["statistics"] for point in points)
+        height = np.array([np.mean(np.multiply(each["spent"], each[f"pairs_{kind}"])) for each in about])
         axes.bar(labels, height, bottom=bottom, color=KIND_COLOURS[kind], width=0.62, label=title)
         bottom += height
     for place, total in enumerate(bottom):
@@ -78,10 +75,6 @@ def _draw_spent(axes: Axes, points: Sequence[Record], labels: Sequence[str]) -> 
     axes.margins(y=0.12)
     axes.legend(frameon=False, loc="upper left")
     axes.set(title="What a token spends", xlabel="budget, that of training = 1", ylabel="resources, mean over layers")
-
-
-def _spent_on(statistics: Mapping[str, Sequence[float]], kind: str) -> float:
-    return float(np.mean(np.multiply(statistics["spent"], statistics[f"pairs_{kind}"])))
 
 
 # The length.
@@ -100,15 +93,13 @@ def length_sweep(points: Sequence[Record], path: str | Path) -> Figure:
     if not points:
         raise ValueError("every length was skipped: there is nothing to draw")
     kinds = list(points[0]["fixed"])
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(4.6 + 3.1 * len(kinds), 3.6))
+    with picture(path, 4.6 + 3.1 * len(kinds), 3.6) as figure:
         left, *panels = figure.subplots(1, 1 + len(kinds), width_ratios=[1.15, *[1] * len(kinds)])
         _draw_lengths(left, points, kinds)
         for axes, fixed in zip(panels, kinds, strict=True):
             _draw_positions(axes, points, fixed)
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, title="tokens per row", loc="outside right center", frameon=False)
-        figure.savefig(path)
     return figure
 
 

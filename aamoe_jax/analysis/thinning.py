@@ -26,24 +26,27 @@ from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
 from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
 from aamoe_jax.mixers.fixed_maps import fixed_streams
-from aamoe_jax.model import Block, betas_of_blocks, merge, structure
+from aamoe_jax.model import betas_of_blocks, merge, structure
 from aamoe_jax.patterns import mixers_of
 
-Batch = dict[str, Int[np.ndarray, "b L"]]
+Batches = Sequence[dict[str, Int[np.ndarray, "b L"]]]
+ByteLengths = Int[np.ndarray, "V"]
 Params = dict[str, Any]
 STANDARD: str = "attention"
 
 
-def filtered(config: ModelConfig, threshold: float) -> ModelConfig:
-    """The same stack with its attention filtered by the norm of messages; its parameters fit, once `renamed`."""
-    filtering = dataclasses.replace(config.of(FilteredAttentionConfig), filter="message_norm", threshold=threshold)
-    return _with_attention(dataclasses.replace(config, own=(*config.own, filtering)), "filtered_attention")
+def thinned(config: ModelConfig, name: str, own: Any) -> ModelConfig:
+    """The same stack with another mixer, which has a config of its own, in place of standard attention.
 
-
-def clustered(config: ModelConfig, count: int, kept: int) -> ModelConfig:
-    """The same stack with its attention routed to `kept` of `count` clusters."""
-    clustering = ClusteredAttentionConfig(clusters=count, clusters_kept=kept)
-    return _with_attention(dataclasses.replace(config, own=(*config.own, clustering)), "clustered_attention")
+    Raises:
+      ConfigError: there is no standard attention.
+    """
+    if not config.layers_of(STANDARD):
+        raise ConfigError(
+            f"ModelConfig.pattern = {config.pattern!r}: no layer has 'attention', which is what is thinned"
+        )
+    layers = ["+".join(name if mixer == STANDARD else mixer for mixer in mixers_of(layer)) for layer in config.pattern]
+    return dataclasses.replace(config, own=(*config.own, own), pattern=tuple(layers))
 
 
 def renamed(params: Params, config: ModelConfig, name: str) -> Params:
@@ -72,7 +75,7 @@ def with_centroids(params: Params, config: ModelConfig, tokens: Int[Array, "b L"
 
 def inputs_of_blocks(
     params: Params, config: ModelConfig, tokens: Int[Array, "b L"]
-) -> Iterator[tuple[str, Block, Float[Array, "b L d"], Context]]:
+) -> Iterator[tuple[str, Any, Float[Array, "b L d"], Context]]:
     """(name, block, normed input, context) of every block in order, each row one document."""
     model = merge(structure(config), params)
     graphdef, stacked = nnx.split(model.periods)
@@ -100,32 +103,26 @@ def recall(params: Params, config: ModelConfig, tokens: Int[Array, "b L"]) -> Fl
 
 
 def filter_sweep(
-    params: Params,
-    config: ModelConfig,
-    batches: Sequence[Batch],
-    byte_lengths: Int[np.ndarray, "V"],
-    thresholds: Sequence[float],
+    params: Params, config: ModelConfig, batches: Batches, byte_lengths: ByteLengths, thresholds: Sequence[float]
 ) -> list[dict[str, float]]:
     """Share of neurons kept, nats per token, and what these are above the unfiltered model's, by threshold."""
     whole = _evaluated(params, config, batches, byte_lengths)
     as_filtered, settings = renamed(params, config, "filtered_attention"), []
     for threshold in thresholds:
-        found = _evaluated(as_filtered, filtered(config, threshold), batches, byte_lengths)
+        norms = dataclasses.replace(config.of(FilteredAttentionConfig), filter="message_norm", threshold=threshold)
+        filtered = thinned(config, "filtered_attention", norms)
+        found = _evaluated(as_filtered, filtered, batches, byte_lengths)
         settings.append({"threshold": threshold} | _record(found, whole, "neurons_kept"))
     return settings
 
 
 def cluster_sweep(
-    params: Params,
-    config: ModelConfig,
-    batches: Sequence[Batch],
-    byte_lengths: Int[np.ndarray, "V"],
-    count: int,
-    kept: Sequence[int],
+    params: Params, config: ModelConfig, batches: Batches, byte_lengths: ByteLengths, count: int, kept: Sequence[int]
 ) -> list[dict[str, float]]:
     """The same for clusters kept, of clusters found on the first batch: share of pairs compared, and recall of exact
     attention."""
-    routed = [clustered(config, count, clusters_kept) for clusters_kept in kept]  # which refuses first
+    own = [ClusteredAttentionConfig(clusters=count, clusters_kept=clusters_kept) for clusters_kept in kept]
+    routed = [thinned(config, "clustered_attention", one) for one in own]  # which refuses first
     whole, sample = _evaluated(params, config, batches, byte_lengths), jnp.asarray(batches[0]["tokens"])
     params = with_centroids(params, config, sample, count)
     masses = recall(params, routed[0], sample).mean(0)
@@ -141,22 +138,10 @@ def _record(found: Evaluation, whole: Evaluation, share: str) -> dict[str, float
     return {"kept": float(np.mean(found.statistics[share])), "nats": nats, "above": nats - whole.nats_per_token}
 
 
-def _evaluated(
-    params: Params, config: ModelConfig, batches: Sequence[Batch], byte_lengths: Int[np.ndarray, "V"]
-) -> Evaluation:
+def _evaluated(params: Params, config: ModelConfig, batches: Batches, byte_lengths: ByteLengths) -> Evaluation:
     return Evaluator(structure(config), config, budget=causal_budget(config))(params, batches, byte_lengths)
 
 
 def _names_with(name: str, config: ModelConfig) -> dict[str, str]:
     """What blocks of standard attention are called once it is another mixer, by what they are called now."""
     return {f"{at}_{STANDARD}": f"{at}_{name}" for at, (_, mixer) in enumerate(config.mixers) if mixer == STANDARD}
-
-
-def _with_attention(config: ModelConfig, name: str) -> ModelConfig:
-    """Raises ConfigError where there is no standard attention."""
-    if not config.layers_of(STANDARD):
-        raise ConfigError(
-            f"ModelConfig.pattern = {config.pattern!r}: no layer has 'attention', which is what is thinned"
-        )
-    layers = ["+".join(name if mixer == STANDARD else mixer for mixer in mixers_of(layer)) for layer in config.pattern]
-    return dataclasses.replace(config, pattern=tuple(layers))

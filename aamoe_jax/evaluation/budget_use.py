@@ -33,7 +33,7 @@ def budget_use(
     """
 
     @jax.jit
-    def read(params: dict[str, Any], batch: dict[str, Int[Array, "b L"]]) -> tuple[Array, Array, Array]:
+    def read(params: dict[str, Any], batch: dict[str, Int[Array, "b L"]]) -> tuple[Any, Array, Array]:
         inputs = (batch[name] for name in ("tokens", "segment_ids", "positions"))
         logits, about = merge(graphdef, params)(*inputs, budget=budget, detail="tokens")
         log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
@@ -48,15 +48,11 @@ def budget_use(
         signals = np.stack([loss[:, 1:], loss[:, :-1], entropy[:, 1:]])
         found.append((spent[:, :, 1:][:, both], signals[:, both]))
     spent, signals = (np.concatenate(x, axis=1) for x in zip(*found, strict=True))
-    result = {"uneven": [float(share) for share in _uneven(spent)]}
+    mean = spent.mean(1, keepdims=True)
+    result: dict[str, list[float | None]] = {"uneven": (np.abs(spent - mean) > UNEVEN * mean).mean(1).tolist()}
     for name, signal in zip(("loss", "surprisal", "entropy"), signals, strict=True):
         result[name] = [correlation(layer, signal) for layer in spent]
     return result
-
-
-def _uneven(spent: Float[np.ndarray, "n T"]) -> Float[np.ndarray, "n"]:
-    mean = spent.mean(1, keepdims=True)
-    return (np.abs(spent - mean) > UNEVEN * mean).mean(1)
 
 
 def correlation(a: Float[np.ndarray, "T"], b: Float[np.ndarray, "T"]) -> float | None:

@@ -92,13 +92,11 @@ def log_probabilities(
     found = []
     for start in range(0, len(rows), batch_size):
         batch = rows[start : start + batch_size]
-        tokens = np.zeros((batch_size, length), np.int32)
-        for line, row in zip(tokens, batch, strict=False):
-            line[: len(row.tokens)] = row.tokens
         # The last batch is filled up with rows of padding.
-        sizes, scored = (np.zeros(batch_size, np.int32) for _ in range(2))
-        sizes[: len(batch)], scored[: len(batch)] = [len(row.tokens) for row in batch], [row.scored for row in batch]
-        found.append(np.asarray(score(tokens, sizes, scored))[: len(batch)])
+        tokens, about = np.zeros((batch_size, length), np.int32), np.zeros((2, batch_size), np.int32)
+        for at, row in enumerate(batch):
+            tokens[at, : len(row.tokens)], about[:, at] = row.tokens, (len(row.tokens), row.scored)
+        found.append(np.asarray(score(tokens, *about))[: len(batch)])
     ends = np.cumsum([len(item.choices) for item in items])[:-1]
     return np.split(np.concatenate(found), ends)
 

@@ -69,7 +69,7 @@ def evaluate(
         placement=placement,
     )
     byte_lengths = load_tokenizer(data.tokenizer).byte_lengths
-    return evaluator.probed(checkpoint.params, batches, byte_lengths, budget_scale=budget_scale)
+    return evaluator(checkpoint.params, batches, byte_lengths, budget_scale=budget_scale, probed=True)
 
 
 def _only_dataset(data: DataConfig) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,13 +24,18 @@ from aamoe_jax.mixers.base import BudgetMode, Statistics
 from aamoe_jax.mixers.statistics import combine, over_all_devices, summarize
 from aamoe_jax.model import merge
 from aamoe_jax.sharding import RULES
-from aamoe_jax.shards import TOKENS, WHOLE, Shards, sum_over_rows
+from aamoe_jax.shards import TOKENS, WHOLE, sum_over_rows
 from aamoe_jax.training.state import Placement
 
 MAX_BUDGET_SCALE = 1e4
 """Past any use; far larger ones would not fit into an integer."""
 
+FIGURES = ["budget", "budget_scale", "nats_per_token", "perplexity", "bits_per_byte", "tokens", "bytes"]
+FIGURES += ["flops_per_token", "spent", "clip_rate"]
+"""Those of an evaluation that are one number."""
+
 Batch = dict[str, Int[np.ndarray, "b L"]]
+Arrays = dict[str, Int[Array, "b L"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,17 +90,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready record."""
-        return {
-            "budget": self.budget,
-            "budget_scale": self.budget_scale,
-            "nats_per_token": self.nats_per_token,
-            "perplexity": self.perplexity,
-            "bits_per_byte": self.bits_per_byte,
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "flops_per_token": self.flops_per_token,
-            "spent": self.spent,
-            "clip_rate": self.clip_rate,
+        return {name: getattr(self, name) for name in FIGURES} | {
             "causality": self.causality.to_dict() if self.causality else None,
             "nll_by_position": [None if np.isnan(x) else round(float(x), 5) for x in self.nll_by_position],
             "statistics": self.statistics,
@@ -159,13 +154,26 @@ class Evaluator:
         """
         self._config, self._budget, self._max_scale, self._placement = config, budget, max_budget_scale, placement
         shards = WHOLE if placement is None else placement.shards
-        forward = functools.partial(_forward, graphdef, budget=budget, max_budget_scale=max_budget_scale, shards=shards)
-        losses, logits = functools.partial(_losses, forward, shards), lambda *inputs: forward(*inputs)[0]
+        options: dict[str, Any] = {"budget": budget, "max_budget_scale": max_budget_scale, "shards": shards}
+
+        def forward(params: dict[str, Any], batch: Arrays, scale: Float[Array, ""]) -> tuple[Array, Statistics]:
+            inputs = (batch[name] for name in ("tokens", "segment_ids", "positions"))
+            return merge(graphdef, params)(*inputs, budget_scale=scale, **options)
+
+        def logits(*inputs: Any) -> Float[Array, "b n V"]:
+            return forward(*inputs)[0]
+
+        def losses(params: dict[str, Any], batch: Arrays, scale: Float[Array, ""]) -> tuple[Array, Statistics]:
+            """-log p of every target, 0 where it does not count; of the rows and devices of a mesh together."""
+            logits, statistics = forward(params, batch, scale)
+            targets, counts = (shards.part(batch[name], TOKENS) for name in ("targets", "loss_mask"))
+            nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets) * counts
+            return (nll, statistics) if placement is None else (sum_over_rows(nll.sum(0)), over_all_devices(statistics))
+
         if placement is not None:
-            divided = functools.partial(
-                jax.shard_map, mesh=placement.mesh, in_specs=(placement.params, placement.batch.spec, PartitionSpec())
-            )
-            losses = divided(_summed(losses), out_specs=(RULES.spec("tokens"), PartitionSpec()))
+            inputs = placement.params, placement.batch.spec, PartitionSpec()
+            divided = functools.partial(jax.shard_map, mesh=placement.mesh, in_specs=inputs)
+            losses = divided(losses, out_specs=(RULES.spec("tokens"), PartitionSpec()))
             logits = divided(logits, out_specs=RULES.spec("rows", "tokens", None))
         self._losses, self._logits = jax.jit(losses), jax.jit(logits)
 
@@ -176,14 +184,19 @@ class Evaluator:
         byte_lengths: Int[np.ndarray, "V"],
         *,
         budget_scale: float = 1.0,
+        probed: bool = False,
     ) -> Evaluation:
         """Predicts every target of the batches once.
+
+        Args:
+          probed: `causality` is found on the first batch.
 
         Raises:
           ConfigError: when no target counts, or the dial is not a positive number.
         """
-        scale = self._traced(budget_scale)
-        nll = count = text_bytes = 0
+        scale, text_bytes = self._traced(budget_scale), 0
+        nll: Any = 0
+        count: Any = 0
         by_target: list[np.ndarray] = []
         statistics: Statistics = {}
         for index in range(len(batches)):
@@ -199,7 +212,7 @@ class Evaluator:
             statistics = combine(statistics, more) if statistics else more
             count = count + batch["loss_mask"].sum(0)
             text_bytes += int((byte_lengths[batch["targets"]] * batch["loss_mask"]).sum())
-        if not np.sum(count):
+        if not np.any(count):
             raise ConfigError("evaluation: there is nothing to predict in this split; prepare a larger dataset")
         rows, length = batches[0]["tokens"].shape
         return Evaluation(
@@ -212,20 +225,8 @@ class Evaluator:
             flops=cost.forward_flops(self._config, rows * len(batches), length, statistics),
             statistics=summarize(statistics),
             nll_by_target=np.concatenate(by_target) if by_target else None,
+            causality=self.probe(params, batches[0], budget_scale=budget_scale) if probed else None,
         )
-
-    def probed(
-        self,
-        params: dict[str, Any],
-        batches: Sequence[Batch],
-        byte_lengths: Int[np.ndarray, "V"],
-        *,
-        budget_scale: float = 1.0,
-    ) -> Evaluation:
-        """The same with `causality` found on the first batch."""
-        evaluation = self(params, batches, byte_lengths, budget_scale=budget_scale)
-        causality = self.probe(params, batches[0], budget_scale=budget_scale)
-        return dataclasses.replace(evaluation, causality=causality)
 
     def probe(self, params: dict[str, Any], batch: Batch, *, budget_scale: float = 1.0, rows: int = 2) -> Causality:
         """Probes the model on the first rows of a batch, at a few cuts."""
@@ -248,51 +249,6 @@ class Evaluator:
         if require_budget_scale(budget_scale) > self._max_scale:
             raise ConfigError(f"budget_scale = {budget_scale!r}: must be at most max_budget_scale = {self._max_scale}")
         return np.asarray(budget_scale, np.float32)
-
-
-def _forward(
-    graphdef: nnx.GraphDef,
-    params: dict[str, Any],
-    batch: dict[str, Int[Array, "b L"]],
-    scale: Float[Array, ""],
-    *,
-    budget: BudgetMode,
-    max_budget_scale: float,
-    shards: Shards,
-) -> tuple[Float[Array, "b n V"], Statistics]:
-    return merge(graphdef, params)(
-        batch["tokens"],
-        batch["segment_ids"],
-        batch["positions"],
-        budget=budget,
-        budget_scale=scale,
-        max_budget_scale=max_budget_scale,
-        shards=shards,
-    )
-
-
-def _summed(losses: Callable[..., tuple[Array, Statistics]]) -> Callable[..., tuple[Array, Statistics]]:
-    """What the losses of all devices are together."""
-
-    def summed(*inputs: Any) -> tuple[Float[Array, "n"], Statistics]:
-        nll, statistics = losses(*inputs)
-        return sum_over_rows(nll.sum(0)), over_all_devices(statistics)
-
-    return summed
-
-
-def _losses(
-    forward: Callable[..., tuple[Float[Array, "b n V"], Statistics]],
-    shards: Shards,
-    params: dict[str, Any],
-    batch: dict[str, Int[Array, "b L"]],
-    scale: Float[Array, ""],
-) -> tuple[Float[Array, "b n"], Statistics]:
-    """-log p of every target here; 0 where it does not count."""
-    logits, statistics = forward(params, batch, scale)
-    targets, counts = (shards.part(batch[name], TOKENS) for name in ("targets", "loss_mask"))
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    return nll * counts, statistics
 
 
 # What row budgets read, and how well they are guessed.

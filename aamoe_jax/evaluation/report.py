@@ -15,6 +15,12 @@ from aamoe_jax.evaluation.sweeps import rises
 Record = dict[str, Any]
 
 PAST_MOVES = "past moves: largest change of a logit before a cut when all tokens from the cut on are replaced"
+SPENT = f"{'MFLOP/token':>13}{'spent':>7}{'clipped':>9}{'past moves':>12}"
+"""The last columns of every table: what an evaluation took, and what its probe saw."""
+NOTE = (
+    "note: %s; in this arithmetic rounding can depend on what stands beside a token: float32 on a CPU tells a leak "
+    "from rounding"
+)
 FIXED = {"beta": "beta", "B": "B", "none": "-"}
 
 
@@ -48,8 +54,7 @@ def budgets_table(results: Sequence[Record]) -> str:
     """
     width = 2 + max(len("dataset"), *(len(result["dataset"]) for result in results))
     lines = [
-        f"{'dataset':<{width}}{'budgets':<29}{'bits/byte':>9}{'to row':>9}{'nats/token':>12}{'perplexity':>12}"
-        f"{'MFLOP/token':>13}{'spent':>7}{'clipped':>9}{'past moves':>12}"
+        f"{'dataset':<{width}}{'budgets':<29}{'bits/byte':>9}{'to row':>9}{'nats/token':>12}{'perplexity':>12}" + SPENT
     ]
     for result in results:
         names = [result["dataset"], *[""] * (len(result["budgets"]) - 1)]
@@ -64,16 +69,14 @@ def budgets_table(results: Sequence[Record]) -> str:
 
 def _budget_row(record: Record) -> str:
     gap = _cell(record.get("gap_to_row"), "+.4f")
-    flops = record["flops_per_token"] / 1e6
-    return (
-        f"{budget_label(record['budget']):<29}{record['bits_per_byte']:>9.3f}{gap:>9}"
-        f"{record['nats_per_token']:>12.3f}{record['perplexity']:>12.2f}{flops:>13.2f}" + _spent_and_moves(record)
-    )
+    figures = f"{gap:>9}{record['nats_per_token']:>12.3f}{record['perplexity']:>12.2f}{_spent(record)}"
+    return f"{budget_label(record['budget']):<29}{record['bits_per_byte']:>9.3f}{figures}"
 
 
-def _spent_and_moves(record: Record) -> str:
+def _spent(record: Record) -> str:
     spent, clipped = _cell(record["spent"], ".2f"), _cell(record["clip_rate"], ".1%")
-    return f"{spent:>7}{clipped:>9}{record['causality']['largest']:>12.2g}"
+    flops, moved = record["flops_per_token"] / 1e6, record["causality"]["largest"]
+    return f"{flops:>13.2f}{spent:>7}{clipped:>9}{moved:>12.2g}"
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -108,15 +111,8 @@ def causality_warnings(records: Iterable[Record], *, exact: bool) -> list[str]:
         if record["budget"] == "row" or moved == 0:
             continue
         name = "without budgets" if record["budget"] is None else f"under {record['budget']} budgets"
-        if exact:
-            warnings.append(
-                f"warning: {name} the past moved by {moved:.2g}: the future leaks, no figure of it is honest"
-            )
-        else:
-            warnings.append(
-                f"note: {name} the past moved by {moved:.2g}; in this arithmetic rounding can depend on what stands "
-                "beside a token: float32 on a CPU tells a leak from rounding"
-            )
+        found = f"{name} the past moved by {moved:.2g}"
+        warnings.append(f"warning: {found}: the future leaks, no figure of it is honest" if exact else NOTE % found)
     return list(dict.fromkeys(warnings))
 
 
@@ -129,14 +125,11 @@ def budget_sweep_table(points: Sequence[Record]) -> str:
     Args:
       points: records by ascending `budget_scale`.
     """
-    lines = [f"{'scale':<8}{'bits/byte':>10}{'step':>9}{'MFLOP/token':>13}{'spent':>7}{'clipped':>9}{'past moves':>12}"]
+    lines = [f"{'scale':<8}{'bits/byte':>10}{'step':>9}{SPENT}"]
     for previous, point in zip([None, *points], points, strict=False):
         bits = point["bits_per_byte"]
         step = "" if previous is None else f"{bits - previous['bits_per_byte']:+.4f}"
-        flops = point["flops_per_token"] / 1e6
-        lines.append(
-            f"{fraction(point['budget_scale']):<8}{bits:>10.4f}{step:>9}{flops:>13.2f}" + _spent_and_moves(point)
-        )
+        lines.append(f"{fraction(point['budget_scale']):<8}{bits:>10.4f}{step:>9}{_spent(point)}")
     return "\n".join([*lines, monotone_line(points)])
 
 
@@ -156,20 +149,13 @@ def length_sweep_table(points: Sequence[Record]) -> str:
     Args:
       points: `LengthPoint.to_dict()`.
     """
-    lines = [
-        f"{'length':<8}{'factor':<8}{'fixed':<7}{'scale':<7}{'bits/byte':>10}{'MFLOP/token':>13}{'spent':>7}{'clipped':>9}"
-        f"{'past moves':>12}"
-    ]
+    lines = [f"{'length':<8}{'factor':<8}{'fixed':<7}{'scale':<7}{'bits/byte':>10}{SPENT}"]
     for point in points:
         start = f"{point['length']:<8.10g}{fraction(point['factor']):<8}"
         if point["skipped"]:
             lines.append(f"{start}skipped: {point['skipped']}")
         for fixed, record in point["fixed"].items():
             scale = fraction(record["budget_scale"]) if record["budget"] else "-"
-            flops = record["flops_per_token"] / 1e6
-            lines.append(
-                f"{start}{FIXED[fixed]:<7}{scale:<7}{record['bits_per_byte']:>10.4f}{flops:>13.2f}"
-                + _spent_and_moves(record)
-            )
+            lines.append(f"{start}{FIXED[fixed]:<7}{scale:<7}{record['bits_per_byte']:>10.4f}{_spent(record)}")
             start = " " * 16
     return "\n".join(lines)

@@ -52,7 +52,7 @@ def budget_sweep(
     """
     # Work is laid out for the largest budget: smaller ones take no less memory, and cost less only in pairs.
     evaluator = Evaluator(graphdef, config, budget=budget, max_budget_scale=max(scales))
-    return [evaluator.probed(params, batches, byte_lengths, budget_scale=scale) for scale in sorted(scales)]
+    return [evaluator(params, batches, byte_lengths, budget_scale=scale, probed=True) for scale in sorted(scales)]
 
 
 def rises(bits_per_byte: Sequence[float]) -> list[int]:
@@ -108,30 +108,15 @@ def length_sweep(
         except UnfitLengthError as unfit:
             points.append(LengthPoint(factor, length, {}, skipped=str(unfit)))
             continue
-        evaluations = _at_length(graphdef, params, config, batches, byte_lengths, budget=budget, factor=factor)
-        points.append(LengthPoint(factor, length, evaluations))
+        # At the training length beta and B are one.
+        scales: dict[Fixed, float] = {"beta": 1.0, "B": 1.0 / factor} if config.layers_of("aamoe") else {"none": 1.0}
+        different = sorted(set(scales.values()))
+        found = budget_sweep(graphdef, params, config, batches, byte_lengths, budget=budget, scales=different)
+        by_scale = dict(zip(different, found, strict=True))
+        points.append(LengthPoint(factor, length, {fixed: by_scale[scale] for fixed, scale in scales.items()}))
     if all(point.skipped for point in points):
         raise ConfigError(f"no length can be evaluated; the last one: {points[-1].skipped}")
     return points
-
-
-def _at_length(
-    graphdef: nnx.GraphDef,
-    params: dict[str, Any],
-    config: ModelConfig,
-    batches: Sequence[Batch],
-    byte_lengths: Int[np.ndarray, "V"],
-    *,
-    budget: BudgetMode,
-    factor: float,
-) -> dict[Fixed, Evaluation]:
-    """One length under beta and under B; at the training length they are one."""
-    scales: dict[Fixed, float] = {"beta": 1.0, "B": 1.0 / factor} if config.layers_of("aamoe") else {"none": 1.0}
-    evaluator = Evaluator(graphdef, config, budget=budget, max_budget_scale=max(scales.values()))
-    found = {
-        scale: evaluator.probed(params, batches, byte_lengths, budget_scale=scale) for scale in set(scales.values())
-    }
-    return {fixed: found[scale] for fixed, scale in scales.items()}
 
 
 def held_out(
@@ -149,9 +134,8 @@ def held_out(
         raise UnfitLengthError(f"{length:g} tokens are not a multiple of document_align = {data.document_align}")
     available = len(Stream(data, name, split))
     if available <= length:
-        raise UnfitLengthError(
-            f"the {split} split of {name!r} has {available} tokens, less than one row of {int(length)}"
-        )
+        found = f"the {split} split of {name!r} has {available} tokens"
+        raise UnfitLengthError(f"{found}, less than one row of {int(length)}")
     length, tokens = int(length), batch_size * data.seq_len
     rows = max(1, tokens // length)
     batches = evaluation_batches(dataclasses.replace(data, seq_len=length), name, split=split, batch_size=rows)

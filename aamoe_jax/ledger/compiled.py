@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.stages import Compiled
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax.aamoe.costs import AAMoECosts, attended
@@ -57,7 +56,7 @@ class Trial:
     def params(self) -> Any:
         """Parameters in the types in which they are multiplied: casting them is none of the mixer's activations."""
 
-        def as_used(_: Any, param: nnx.Param) -> nnx.Param:
+        def as_used(_: Any, param: nnx.Param) -> Any:
             return param.replace(param[...].astype(self.config.dtype)) if "storage" in param.axes else param
 
         return nnx.map_state(as_used, nnx.state(self._build()))
@@ -78,9 +77,9 @@ class Trial:
         """One more token in every row."""
         return self._mixer(params).decode(inputs.h, self._context(inputs, row), cache)
 
-    def empty_cache(self, params: Any, rows: int, length: int) -> Any:
-        """Room for `length` tokens in every row."""
-        return self._mixer(params).empty_cache(rows, length)
+    def cache_shapes(self, rows: int, length: int) -> Any:
+        """An empty cache with room for `length` tokens in every row, as shapes."""
+        return jax.eval_shape(lambda: self._mixer(self.params()).empty_cache(rows, length))
 
     def arguments(self, rows: int, length: int) -> tuple[Any, Inputs, Row]:
         """Random parameters and inputs: the arguments of `forward`, and the first of `decode`."""
@@ -98,7 +97,7 @@ class Trial:
         """The arguments as shapes, which take no memory."""
         return jax.eval_shape(lambda: self.arguments(rows, length))
 
-    def _mixer(self, params: Any) -> nnx.Module:
+    def _mixer(self, params: Any) -> Any:
         return nnx.merge(self._graphdef, params)
 
     def _context(self, inputs: Inputs, row: Row) -> Context:
@@ -113,8 +112,7 @@ def compiled(name: str, config: ModelConfig, rows: int, length: int) -> Costs:
     FLOPs are those of float32: in bfloat16 a CPU converts every operand first, and conversions count. Loops are made up
     for by `beyond_one_turn`.
     """
-    trial = Trial(name, config)
-    cache = jax.eval_shape(lambda params: trial.empty_cache(params, rows, length), jax.eval_shape(trial.params))
+    cache = Trial(name, config).cache_shapes(rows, length)
     prefill, decode = counted_flops(name, dataclasses.replace(config, dtype="float32"), rows, length)
     more = beyond_one_turn(name, config, rows, length)
     output = rows * length * config.d_model * jnp.dtype(config.dtype).itemsize
@@ -129,13 +127,13 @@ def compiled(name: str, config: ModelConfig, rows: int, length: int) -> Costs:
 def counted_flops(name: str, config: ModelConfig, rows: int, length: int) -> tuple[float, float]:
     """The compiler's counts of a forward pass, and of one more token in every row."""
     trial = Trial(name, config)
-    cache = jax.eval_shape(lambda params: trial.empty_cache(params, rows, length), jax.eval_shape(trial.params))
-    step = jax.jit(trial.decode, donate_argnums=3).lower(*trial.shapes(rows, 1), cache).compile()
+    inputs = (*trial.shapes(rows, 1), trial.cache_shapes(rows, length))
+    step: Any = jax.jit(trial.decode, donate_argnums=3).lower(*inputs).compile()
     return _forward(name, config, rows, length).cost_analysis()["flops"], step.cost_analysis()["flops"]
 
 
 @functools.lru_cache(maxsize=2)
-def _forward(name: str, config: ModelConfig, rows: int, length: int) -> Compiled:
+def _forward(name: str, config: ModelConfig, rows: int, length: int) -> Any:
     trial = Trial(name, config)
     return jax.jit(trial.forward).lower(*trial.shapes(rows, length)).compile()
 
@@ -145,9 +143,12 @@ def beyond_one_turn(name: str, config: ModelConfig, rows: int, length: int) -> C
     at, cls = Setting(config, rows, length), MIXERS[name].cls
     if issubclass(cls, AAMoECosts):
         return _beyond_one_turn_of_pairs(at)
-    if issubclass(cls, Experts):
-        return _beyond_one_turn_of_experts(at, cls.experts_per_token(config))
-    return Costs()
+    if not issubclass(cls, Experts):
+        return Costs()
+    # Blocks of tokens of one expert.
+    per_token, chosen = 4 * at.width * expert_width(config), cls.experts_per_token(config)
+    turns = (at.tokens * chosen - min(BLOCK, at.tokens), rows * chosen - min(BLOCK, rows))
+    return Costs(*(per_token * tokens for tokens in turns))
 
 
 def _beyond_one_turn_of_pairs(at: Setting) -> Costs:
@@ -165,10 +166,3 @@ def _beyond_one_turn_of_pairs(at: Setting) -> Costs:
         prefill_flops=4 * config.d_model * (at.tokens * keys - turns),
         decode_flops=4 * config.d_model * at.rows * (keys - paged.GROUP * m),
     )
-
-
-def _beyond_one_turn_of_experts(at: Setting, chosen: int) -> Costs:
-    """Blocks of tokens of one expert."""
-    per_token = 4 * at.width * expert_width(at.config)
-    turns = (at.tokens * chosen - min(BLOCK, at.tokens), at.rows * chosen - min(BLOCK, at.rows))
-    return Costs(*(per_token * tokens for tokens in turns))

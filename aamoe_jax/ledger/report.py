@@ -42,15 +42,9 @@ def exact_table(config: ModelConfig, rows: int, length: int) -> str:
     lines = []
     for name in sorted(MIXERS):
         found = costs(name, Setting(config, rows, length))
-        lines.append(
-            [
-                name,
-                f"{found.prefill_flops / 1e9:.3f}",
-                f"{found.decode_flops / 1e6:.3f}",
-                "-" if math.isnan(found.activation_bytes) else f"{found.activation_bytes / 2**20:.1f}",
-                f"{found.cache_bytes}",
-            ]
-        )
+        kept = "-" if math.isnan(found.activation_bytes) else f"{found.activation_bytes / 2**20:.1f}"
+        flops = [f"{found.prefill_flops / 1e9:.3f}", f"{found.decode_flops / 1e6:.3f}"]
+        lines.append([name, *flops, kept, f"{found.cache_bytes}"])
     return table(["mixer", "prefill GFLOP", "decode MFLOP", "activations MiB", "cache bytes"], lines)
 
 
@@ -66,21 +60,19 @@ def compiled_table(config: ModelConfig, rows: int, length: int) -> str:
 
 def paper_table(config: ModelConfig, rows: int, length: int) -> str:
     """What was published, put right where it slips, beside `exact`."""
-    symbols = symbols_of(config, rows, length)
-    lines = [line for name in PRINTED for line in _paper_lines(name, config, rows, length, symbols)]
+    lines = [line for name in PRINTED for line in _paper_lines(name, config, rows, length)]
     return table(["mixer", "quantity", "printed", "value", "corrected", "value", "exact / corrected"], lines)
 
 
 def symbols_of(config: ModelConfig, rows: int, length: int) -> Symbols:
     """What the letters stand for; AA-MoE spends its whole budget."""
     layer, given = config.aamoe, attended(Setting(config, rows, length))
-    resources = given.pairs + (given.window_keys > 0)
-    sizes = {"m": layer.chunk_size, "E": layer.num_experts, "P": length * resources}
-    return Symbols(rows, length, config.d_model, config.num_heads, **sizes)
+    pairs = length * (given.pairs + (given.window_keys > 0))
+    return Symbols(rows, length, config.d_model, config.num_heads, m=layer.chunk_size, E=layer.num_experts, P=pairs)
 
 
-def _paper_lines(name: str, config: ModelConfig, rows: int, length: int, symbols: Symbols) -> Iterable[list[str]]:
-    exact = costs(name, Setting(config, rows, length))
+def _paper_lines(name: str, config: ModelConfig, rows: int, length: int) -> Iterable[list[str]]:
+    symbols, exact = symbols_of(config, rows, length), costs(name, Setting(config, rows, length))
     for quantity in get_args(Quantity):
         printed, right = formula(name, quantity), formula(name, quantity, "corrected")
         if printed is None or right is None:

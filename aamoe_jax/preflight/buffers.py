@@ -42,10 +42,6 @@ class Assignment:
     buffers: tuple[Buffer, ...]
     """Those alive when memory is fullest, the biggest first."""
 
-    @property
-    def total(self) -> int:
-        return sum(self.bytes.values())
-
 
 def are_placed(folder: Path) -> bool:
     """Whether the compiler has found a place for every buffer: it writes the program once more then."""
@@ -58,7 +54,10 @@ def read_notes(folder: Path) -> tuple[str, str, str] | None:
     if not found:
         return None
     stem = str(found[-1]).removesuffix("-buffer-assignment.txt")
-    return tuple(Path(stem + end).read_text() for end in (".txt", "-buffer-assignment.txt", "-live-range.txt"))
+    program, assigned, live = (
+        Path(f"{stem}{end}.txt").read_text() for end in ("", "-buffer-assignment", "-live-range")
+    )
+    return program, assigned, live
 
 
 def assignment(module: Module, assigned: str, live: str) -> Assignment:
@@ -76,7 +75,8 @@ def assignment(module: Module, assigned: str, live: str) -> Assignment:
     alive = {match[1] for line in live.splitlines() if (match := PEAK.match(line))}
     totals: dict[Kind, int] = {"argument": 0, "output": 0, "temporary": 0, "constant": 0}
     buffers: dict[tuple[int, int], Buffer] = {}
-    kind, number, aliased = None, 0, 0
+    kind: Kind | None = None
+    number = aliased = 0
     for line in assigned.splitlines():
         if allocation := ALLOCATION.match(line):
             number += 1

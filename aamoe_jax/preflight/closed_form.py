@@ -38,8 +38,12 @@ class KernelWork:
 def step_flops(config: ExperimentConfig, tokens: int, mode: Mode) -> float:
     """FLOPs of the model over so many tokens, all budgets spent; the backward pass costs twice the forward."""
     length = config.data.seq_len
-    pairs = {"pairs_expert": np.asarray(tokens * pairs_per_token(config.model))}
-    return (3 if mode == "train" else 1) * forward_flops(config.model, tokens // length, length, pairs)
+    return (3 if mode == "train" else 1) * spent_flops(config.model, tokens // length, length)
+
+
+def spent_flops(config: ModelConfig, rows: int, length: int) -> float:
+    """FLOPs of a forward pass, readout included, all budgets spent."""
+    return forward_flops(config, rows, length, {"pairs_expert": np.asarray(rows * length * pairs_per_token(config))})
 
 
 def pairs_per_token(config: ModelConfig) -> float:
@@ -71,11 +75,8 @@ def kernel_work(
 
 def _forward_passes(kernels: Sequence[Kernel]) -> float:
     """How often the forward pass runs for every backward pass: once more where it is recomputed."""
-    times = {
-        part: sum(kernel.times for kernel in kernels if _is_attention(kernel, part)) for part in ("forward", "backward")
-    }
-    return times["forward"] / times["backward"] if times["backward"] else 1.0
-
-
-def _is_attention(kernel: Kernel, part: str) -> bool:
-    return part in kernel.name and any(kernel.name.startswith(name) for name in PATHS)
+    attention = [kernel for kernel in kernels if kernel.name.startswith(tuple(PATHS))]
+    forward, backward = (
+        sum(kernel.times for kernel in attention if part in kernel.name) for part in ("forward", "backward")
+    )
+    return forward / backward if backward else 1.0

@@ -10,25 +10,10 @@ import numpy as np
 
 from aamoe_jax.preflight.hlo import Module, Run
 
-KINDS = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
-SENT = {
-    "all-gather": lambda size, group: size * (group - 1) / group,
-    "reduce-scatter": lambda size, group: size * (group - 1) / group,
-    "all-reduce": lambda size, group: 2 * size * (group - 1) / group,
-    "all-to-all": lambda size, group: size * (group - 1) / group,
-    "ragged-all-to-all": lambda size, group: size * (group - 1) / group,
-    "collective-permute": lambda size, group: size,
-    "collective-broadcast": lambda size, group: size,
-}
-"""Bytes that one device sends, of the bytes of the larger side, the operands or the result."""
+EXCHANGED = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1, "ragged-all-to-all": 1}
+"""How often a device sends all parts but its own of the larger side, the operands or the result."""
+WHOLE = ("collective-permute", "collective-broadcast")
+"""These send all of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +48,8 @@ def collectives(module: Module, runs: Iterable[Run], axes: dict[str, int]) -> tu
         groups = device_groups(run.instruction.attributes, int(np.prod(list(axes.values()))))
         members = max(groups, key=len)
         if len(members) > 1:
-            sent = float(run.times) * SENT[kind](_bytes(run), len(members))
+            share = 1 if kind in WHOLE else EXCHANGED[kind] * (len(members) - 1) / len(members)
+            sent = float(run.times) * _bytes(run) * share
             found.setdefault((kind, axes_of(groups, axes)), []).append((run, sent, tuple(members)))
     joined = []
     for (kind, names), parts in found.items():
@@ -76,7 +62,7 @@ def collectives(module: Module, runs: Iterable[Run], axes: dict[str, int]) -> tu
 def _kind(module: Module, run: Run) -> str | None:
     """The kind of a collective; None for anything else, and for the second half of an asynchronous one."""
     opcode = run.instruction.opcode.removesuffix("-start")
-    if opcode not in KINDS or run.instruction.opcode.endswith("-done"):
+    if opcode not in EXCHANGED and opcode not in WHOLE:
         return None
     root = run.computation.instructions[run.computation.root]
     if opcode == "all-reduce" and run.fused and root.opcode == "dynamic-slice":

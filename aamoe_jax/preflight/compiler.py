@@ -70,10 +70,9 @@ def trace(config: ExperimentConfig, mode: Mode, devices: list[Any]) -> tuple[jax
         step = make_train_step(config, graphdef, optimizer, byte_lengths, placement)
         lowered = lower_step(step, like, config, placement)
     else:
-        shape = (rows, config.data.seq_len)
-        budget = CAUSAL[config.model.aamoe.budget.normalizer]
-        step = make_eval_step(graphdef, budget, byte_lengths, placement)
-        lowered = jax.jit(step).lower(like.params, abstract_batch(shape, placement))
+        evaluate = make_eval_step(graphdef, CAUSAL[config.model.aamoe.budget.normalizer], byte_lengths, placement)
+        batch = abstract_batch((rows, config.data.seq_len), placement)
+        lowered = jax.jit(evaluate).lower(like.params, batch)
     mesh = placement.mesh
     places = [place_of(device) for device in mesh.devices.flat]
     return lowered, Traced(dict(mesh.shape), places, parameter_count(like.params), rows * config.data.seq_len)
@@ -87,7 +86,7 @@ def place_of(device: jax.Device) -> list[int]:
 def compile_step(lowered: jax.stages.Lowered, notes: Path, save: Path | None) -> Outcome:
     """Compiles to the end, leaves the compiler's notes in a folder, and the executable in a file."""
     try:
-        compiled = lowered.compile({"xla_dump_to": str(notes), "xla_dump_hlo_as_text": True})
+        compiled: Any = lowered.compile({"xla_dump_to": str(notes), "xla_dump_hlo_as_text": True})
     except jax.errors.JaxRuntimeError as error:
         if TOO_BIG not in str(error):
             raise

@@ -80,7 +80,7 @@ class Slice:
         core = TPUS[self.chip]
         return core._replace(flops=core.flops * core.device_cores, bandwidth=core.bandwidth * core.device_cores)
 
-    def group_bandwidth(self, places: Sequence[tuple[int, ...]]) -> float:
+    def group_bandwidth(self, places: Sequence[Sequence[int]]) -> float:
         """Bytes/s that a device sends while a group of devices exchanges along rings: a model.
 
         Every axis of the torus along which the group extends gives one link, or two where it closes to a ring;

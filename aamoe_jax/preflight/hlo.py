@@ -11,11 +11,10 @@ from collections.abc import Iterator
 BYTES = {"pred": 1, "token": 0, "opaque": 0, "s4": 0.5, "u4": 0.5, "c64": 8, "c128": 16}
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 NAME = re.compile(r"%([\w.\-]+)")
-CALLED = re.compile(r"\b(calls|to_apply|condition|body|called_computations)=(\{[^}]*\}|%[\w.\-]+)")
-BRANCHES = re.compile(r"\b(?:branch_computations|true_computation|false_computation)=(\{[^}]*\}|%[\w.\-]+)")
-HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
-FAST = "S(1)"
-"""Layouts in the chip's fast memory: what lies there takes no main memory and moves nothing through it."""
+BRANCHES = ("branch_computations", "true_computation", "false_computation")
+CALLS = ("calls", "to_apply", "condition", "body", "called_computations", *BRANCHES)
+CALLED = re.compile(rf"\b({'|'.join(CALLS)})=(\{{[^}}]*\}}|%[\w.\-]+)")
+COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{\n((?:(?!\}).*\n)*)\}", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +36,7 @@ class Shape:
 
     @property
     def in_main_memory(self) -> bool:
+        """Not in the chip's fast memory, `S(1)`: what lies there moves nothing through main memory."""
         return "S(" not in self.layout
 
 
@@ -134,20 +134,11 @@ def parse(text: str) -> Module:
     Raises:
       ValueError: the text has no entry computation.
     """
-    computations, entry, header, lines = {}, None, None, []
-    for line in text.splitlines():
-        if header is None:
-            header = HEADER.match(line)
-            lines = []
-        elif line.startswith("}"):
-            computations[header[2]] = _computation(header[2], lines)
-            entry = header[2] if header[1] else entry
-            header = None
-        else:
-            lines.append(line)
+    found = list(COMPUTATION.finditer(text))
+    entry = next((each[2] for each in found if each[1]), None)
     if entry is None:
         raise ValueError("no ENTRY computation: this is not the text of a compiled program")
-    return Module(computations, entry)
+    return Module({each[2]: _computation(each[2], each[3].splitlines()) for each in found}, entry)
 
 
 def _computation(name: str, lines: list[str]) -> Computation:
@@ -197,16 +188,10 @@ def _runs(module: Module, computation: Computation, times: int, fused: bool) -> 
         # `to_apply` of reductions and sorts are scalar functions, that of a call is a computation.
         kinds = ["calls", "called_computations"] + ["to_apply"] * (instruction.opcode == "call")
         names = [name for kind in kinds for name in called.get(kind, ()) if name in module.computations]
-        if branches := _branches(instruction):
+        if branches := [name for kind in BRANCHES for name in called.get(kind, ())]:
             names.append(max(branches, key=lambda name: _length(module, name)))
         for name in names:
             yield from _runs(module, module.computations[name], times, inside)
-
-
-def _branches(instruction: Instruction) -> tuple[str, ...]:
-    """Computations of which a conditional runs one."""
-    found = [NAME.findall(names) for names in BRANCHES.findall(instruction.attributes)]
-    return tuple(name for names in found for name in names)
 
 
 def _length(module: Module, name: str) -> int:

@@ -51,14 +51,10 @@ def compile_apart(
         raise PreflightError(f"{error}") from None
     with tempfile.TemporaryDirectory() as folder:
         notes, start = Path(folder), time.perf_counter()
-        request = {
-            "config": to_dict(config),
-            "imports": imported(),
-            "topology": topology,
-            "mode": mode,
-            "notes": folder,
-        }
-        code = _compile(request | {"save": None if save is None else str(save)}, notes, depth)
+        request: dict[str, Any] = {"config": to_dict(config), "imports": imported(), "topology": topology, "mode": mode}
+        request |= {"notes": folder, "save": None if save is None else str(save)}
+        (notes / "request").write_text(json.dumps(request))
+        code = _compile(notes, depth)
         answers = [json.loads(line) for line in (notes / "answers").read_text().splitlines()]
         if answers and "refused" in answers[0]:
             raise ConfigError(answers[0]["refused"])
@@ -70,18 +66,15 @@ def compile_apart(
         return summarize(config, piece, mode, Traced(**answers[0]), outcome, texts, time.perf_counter() - start)
 
 
-def _compile(request: dict[str, Any], notes: Path, depth: Depth) -> int:
+def _compile(notes: Path, depth: Depth) -> int:
     """The exit code of the compiling process: 0 too where it was stopped, having placed all buffers."""
-    command = [sys.executable, "-m", "aamoe_jax.preflight.compiler"]
+    command, variables = [sys.executable, "-m", "aamoe_jax.preflight.compiler"], os.environ | aot.ENVIRONMENT
     with (
+        open(notes / "request") as request,
         open(notes / "answers", "w") as answers,
         open(notes / "errors", "w") as errors,
-        subprocess.Popen(
-            command, env=os.environ | aot.ENVIRONMENT, stdin=subprocess.PIPE, stdout=answers, stderr=errors, text=True
-        ) as process,
+        subprocess.Popen(command, env=variables, stdin=request, stdout=answers, stderr=errors) as process,
     ):
-        process.stdin.write(json.dumps(request))
-        process.stdin.close()
         while process.poll() is None:
             if depth == "placed" and buffers.are_placed(notes):
                 process.kill()
@@ -108,7 +101,10 @@ def summarize(
     held = buffers.assignment(module, assigned, live)
     devices = len(traced.places)
     kernels = kernel_work(config.model, piece, traced.mesh["tensor"], traced.tokens / devices, mode, done.kernels)
-    sent = collectives.collectives(module, runs, traced.mesh)
+    network = tuple(
+        Network(part, part.sent / piece.group_bandwidth([traced.places[index] for index in part.members]))
+        for part in collectives.collectives(module, runs, traced.mesh)
+    )
     return Summary(
         topology=piece.topology,
         mode=mode,
@@ -134,12 +130,6 @@ def summarize(
         kernel_seconds=kernels.seconds,
         moved_bytes=done.bytes + done.kernel_bytes,
         kernels=done.kernels,
-        network=tuple(_timed(part, piece, traced) for part in sent),
+        network=network,
         compile_seconds=seconds,
     )
-
-
-def _timed(part: collectives.Collective, piece: Slice, traced: Traced) -> Network:
-    """A collective with its time over the links between its members."""
-    members = [tuple(traced.places[index]) for index in part.members]
-    return Network(part, part.sent / piece.group_bandwidth(members))

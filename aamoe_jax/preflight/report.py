@@ -17,19 +17,8 @@ MODEL_NOTE = (
     "where all overlap, `step` where nothing does; MFU, tokens and days go by `step`, the second MFU by `best`. Sorts, "
     "gathers and vector work are in no limit."
 )
-OVERVIEW = (
-    "topology",
-    "chips",
-    "mesh d f r t",
-    "memory GiB",
-    "of",
-    "compute ms",
-    "HBM ms",
-    "ICI ms",
-    "best ms",
-    "step ms",
-)
-OVERVIEW += ("MFU", "at best", "tokens/s/chip", "days/10¹²", "bound")
+OVERVIEW = ["topology", "chips", "mesh d f r t", "memory GiB", "of", "compute ms", "HBM ms", "ICI ms", "best ms"]
+OVERVIEW += ["step ms", "MFU", "at best", "tokens/s/chip", "days/10¹²", "bound"]
 PASSES = (("rematted_computation", "recomputed"), ("transpose(jvp", "backward"), ("jvp(", "forward"))
 
 
@@ -45,12 +34,10 @@ def overview_row(summary: Summary) -> list[str]:
     start = [summary.topology, f"{summary.chips:.0f}", mesh, *memory]
     if not summary.fits:
         return [*start, *[""] * 9, "too big"]
-    limits = [f"{1e3 * seconds:.1f}" for seconds in summary.limits.values()]
+    times = (*summary.limits.values(), summary.best_seconds, summary.step_seconds)
     return [
         *start,
-        *limits,
-        f"{1e3 * summary.best_seconds:.1f}",
-        f"{1e3 * summary.step_seconds:.1f}",
+        *(f"{1e3 * seconds:.1f}" for seconds in times),
         f"{summary.mfu(summary.step_seconds):.1%}",
         f"{summary.mfu(summary.best_seconds):.1%}",
         f"{summary.tokens_per_second_per_chip:,.0f}",
@@ -68,11 +55,9 @@ def details(summary: Summary) -> str:
 
 
 def _memory(summary: Summary) -> str:
-    memory = summary.memory
     kinds = ("arguments", "output", "temporaries", "code", "peak", "aliased")
-    sizes = {"arguments": memory.arguments, "output": memory.output, "temporaries": memory.temporaries}
-    sizes |= {"code": memory.code, "peak": memory.peak, "aliased": memory.aliased}
-    return table([f"{kind} GiB" for kind in kinds], [[f"{sizes[kind] / GIB:.2f}" for kind in kinds]])
+    sizes = [f"{getattr(summary.memory, kind) / GIB:.2f}" for kind in kinds]
+    return table([f"{kind} GiB" for kind in kinds], [sizes])
 
 
 def biggest(buffers: Sequence[Buffer]) -> str:
@@ -148,25 +133,21 @@ def advice(summary: Summary, config: ExperimentConfig) -> list[str]:
     micro = training.batch_size // training.accumulate
     rows = micro // (mesh["data"] * mesh["fsdp"])
     half = memory.temporaries / 2
-    remedies = []
     kept = sum(buffer.bytes for buffer in summary.buffers if _kept_by_layers(buffer, config))
+    remedies: list[tuple[float, str]] = []
     if config.model.remat != "full" and summary.mode == "train":
         remedies.append((kept, "ModelConfig.remat = 'full': blocks are computed again, their values not kept"))
     if rows > 1 and summary.mode == "train":
         text = f"TrainingConfig.accumulate = {2 * training.accumulate}: {rows // 2} instead of {rows} rows at a time"
         remedies.append((half, text))
     if rows == 1:
-        wider = f"MeshConfig.resource = {2 * mesh['resource']}: the tokens of a row on twice as many devices"
-        remedies.append(
-            (half, f"{wider}; TrainingConfig.batch_size = {micro * training.accumulate // 2} keeps fsdp even")
-        )
+        text = f"MeshConfig.resource = {2 * mesh['resource']}: the tokens of a row on twice as many devices; "
+        remedies.append((half, f"{text}TrainingConfig.batch_size = {training.batch_size // 2} keeps fsdp even"))
     if mesh["data"] > 1:
-        shared = memory.arguments / 2
         text = f"MeshConfig.data = {mesh['data'] // 2}, fsdp = {2 * mesh['fsdp']}: parameters in twice as many parts"
-        remedies.append((shared, text))
-    remedies.append(
-        (memory.arguments / 2, "twice the devices along fsdp: half of the parameters and of the optimizer on each")
-    )
+        remedies.append((memory.arguments / 2, text))
+    text = "twice the devices along fsdp: half of the parameters and of the optimizer on each"
+    remedies.append((memory.arguments / 2, text))
     remedies.sort(key=lambda remedy: -remedy[0])
     return [f"{text} (about {saved / GIB:.1f} GiB less)" for saved, text in remedies if saved > 0]
 

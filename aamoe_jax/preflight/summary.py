@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import typing
 from typing import Any, Literal
 
 from aamoe_jax.preflight.buffers import Buffer
@@ -141,19 +141,13 @@ class Summary:
     @classmethod
     def from_json(cls, text: str) -> Summary:
         """The inverse of `to_json`."""
-        values = json.loads(text)
-        return cls(
-            **values
-            | {
-                "memory": Memory(**values["memory"]),
-                "buffers": tuple(Buffer(**entry) for entry in values["buffers"]),
-                "kernels": tuple(Kernel(**entry) for entry in values["kernels"]),
-                "network": tuple(_network(entry) for entry in values["network"]),
-            }
-        )
+        return _revived(cls, json.loads(text))
 
 
-def _network(values: Mapping[str, Any]) -> Network:
-    collective = values["collective"]
-    lists = {name: tuple(collective[name]) for name in ("axes", "members")}
-    return Network(Collective(**collective | lists), values["seconds"])
+def _revived(hint: Any, value: Any) -> Any:
+    """What JSON has made of a value of this type: dataclasses have become dicts, and tuples lists."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return hint(**{name: _revived(inner, value[name]) for name, inner in typing.get_type_hints(hint).items()})
+    if typing.get_origin(hint) is tuple:
+        return tuple(_revived(typing.get_args(hint)[0], item) for item in value)
+    return value

@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -18,40 +19,20 @@ from aamoe_jax.preflight.hlo import Computation, Instruction, Module, Run, Shape
 PASSES = {"highest": 6, "high": 3, "default": 1}
 """Products of bfloat16 that make up one of float32, by its precision."""
 KERNEL = "tpu_custom_call"
-MOVES_NOTHING = frozenset(
-    [
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "while",
-        "conditional",
-        "call",
-        "after-all",
-        "partition-id",
-        "replica-id",
-        "opt-barrier",
-        "add-dependency",
-        "async-start",
-        "async-done",
-        "async-update",
-        "call-start",
-        "call-done",
-        "copy-done",
-        "slice-done",
-        "all-gather-done",
-        "all-reduce-done",
-        "collective-permute-done",
-        "send",
-        "send-done",
-        "recv",
-        "recv-done",
-    ]
+MOVES_NOTHING = re.compile(
+    "parameter|constant|tuple|get-tuple-element|bitcast|while|conditional|call|after-all|partition-id|replica-id|"
+    "opt-barrier|add-dependency|async-start|async-update|call-start|send|recv|"
+    "(async|call|copy|slice|all-gather|all-reduce|collective-permute|send|recv)-done"
 )
 TRANSFERS = ("copy-start", "slice-start", "dynamic-slice-start")
 PARTIAL = ("dynamic-slice", "slice", "gather")
 SAME = ("bitcast", "reshape")
+WINDOW = {"stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
+"""Of a convolution that does not say otherwise."""
+
+
+Operand = Callable[[Instruction, int], tuple[Shape, ...]]
+"""The arrays of an operand of an instruction."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +58,6 @@ class Work:
     kernels: tuple[Kernel, ...]
 
     @property
-    def kernel_flops(self) -> int:
-        return sum(kernel.flops for kernel in self.kernels)
-
-    @property
     def kernel_bytes(self) -> int:
         return sum(kernel.bytes for kernel in self.kernels)
 
@@ -95,20 +72,14 @@ def measure(module: Module, runs: Iterable[Run]) -> Work:
             done = run.times * product_flops(item, shape_of)
             flops, passes = flops + done, passes + done * precision_passes(item, shape_of)
         if KERNEL in item.attributes and item.opcode == "custom-call":
-            kernel = _kernel(run)
-            known = kernels.get(kernel.name, Kernel(kernel.name, 0, 0, 0))
-            kernels[kernel.name] = Kernel(
-                kernel.name, known.times + kernel.times, known.flops + kernel.flops, known.bytes + kernel.bytes
-            )
+            name = re.sub(r"(\.\d+|\.clone)+$", "", item.name)
+            work = (int(item.attribute(rf'"{kind}":"?(\d+)') or 0) for kind in ("flops", "bytes_accessed"))
+            known = kernels.get(name, Kernel(name, 0, 0, 0))
+            more = (run.times * count for count in (1, *work))
+            kernels[name] = Kernel(name, *map(operator.add, (known.times, known.flops, known.bytes), more))
         elif not run.fused:
             moved += run.times * moved_bytes(module, run.computation, item)
     return Work(flops, passes, moved, tuple(sorted(kernels.values(), key=lambda kernel: -kernel.flops)))
-
-
-def _kernel(run: Run) -> Kernel:
-    estimate = {kind: int(run.instruction.attribute(rf'"{kind}":"?(\d+)') or 0) for kind in ("flops", "bytes_accessed")}
-    name = re.sub(r"(\.\d+|\.clone)+$", "", run.instruction.name)
-    return Kernel(name, run.times, run.times * estimate["flops"], run.times * estimate["bytes_accessed"])
 
 
 def operand_shapes(computation: Computation, item: Instruction, index: int) -> tuple[Shape, ...]:
@@ -116,58 +87,47 @@ def operand_shapes(computation: Computation, item: Instruction, index: int) -> t
     return computation.instructions[item.operands[index]].results
 
 
-def precision_passes(item: Instruction, shape_of) -> int:
+def precision_passes(item: Instruction, shape_of: Operand) -> int:
     """How many products of bfloat16 the matrix units make of this one."""
     if shape_of(item, 0)[0].dtype != "f32" or shape_of(item, 1)[0].dtype != "f32":
         return 1
     return PASSES[item.attribute(r"operand_precision=\{(\w+)") or "default"]
 
 
-def product_flops(item: Instruction, shape_of) -> int:
+def product_flops(item: Instruction, shape_of: Operand) -> int:
     """Two per multiply-add of a dot or convolution."""
     left, right = shape_of(item, 0)[0], shape_of(item, 1)[0]
     if item.opcode == "dot":
         contracted = item.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
         return 2 * item.results[0].elements * math.prod(left.sizes[int(i)] for i in contracted.split(",") if i)
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", item.attributes)
-    sizes = [
-        dict(zip(names, shape.sizes, strict=True))
-        for names, shape in zip(labels.groups(), (left, right, item.results[0]), strict=True)
-    ]
-    spatial = sorted(name for name in sizes[0] if name.isdigit())
+    labels = re.split("_|->", item.attribute(r"dim_labels=(\w+->\w+)") or "")
+    arrays = zip(labels, (left, right, item.results[0]), strict=True)
+    sizes = [dict(zip(names, shape.sizes, strict=True)) for names, shape in arrays]
+    spatial = [name for name in sizes[0] if name.isdigit()]
     groups = int(item.attribute(r"batch_group_count=(\d+)") or 1)
-    valid = math.prod(
-        _valid_positions(sizes[0][name], sizes[1][name], sizes[2][name], **_window(item, int(name))) for name in spatial
-    )
+    valid = math.prod(_valid_positions(*(of[name] for of in sizes), **_window(item, int(name))) for name in spatial)
     return 2 * sizes[0]["b"] // groups * sizes[1]["i"] * sizes[1]["o"] * valid
 
 
 def _window(item: Instruction, dimension: int) -> dict[str, int]:
     """How the kernel of a convolution moves along a spatial dimension."""
-    window = item.attribute(r"window=\{([^}]*)\}") or ""
-    values = dict(part.split("=") for part in window.split())
-    chosen = {name: text.split("x")[dimension] for name, text in values.items()}
-    low = chosen.get("pad", "0_0").split("_")[0]
-    return {
-        "stride": int(chosen.get("stride", 1)),
-        "pad": int(low),
-        "left_dilation": int(chosen.get("lhs_dilate", 1)),
-        "right_dilation": int(chosen.get("rhs_dilate", 1)),
-    }
+    parts = (part.split("=") for part in (item.attribute(r"window=\{([^}]*)\}") or "").split())
+    chosen = {name: int(text.split("x")[dimension].split("_")[0]) for name, text in parts}
+    return {name: chosen.get(name, fallback) for name, fallback in WINDOW.items()}
 
 
 def _valid_positions(
-    left: int, right: int, out: int, *, stride: int, pad: int, left_dilation: int, right_dilation: int
+    left: int, right: int, out: int, *, stride: int, pad: int, lhs_dilate: int, rhs_dilate: int
 ) -> int:
     """Pairs of an output and a kernel position that meet an input, not padding."""
-    index = np.arange(out)[:, None] * stride - pad + np.arange(right)[None, :] * right_dilation
-    met = (index % left_dilation == 0) & (index >= 0) & (index // left_dilation < left)
+    index = np.arange(out)[:, None] * stride - pad + np.arange(right)[None, :] * rhs_dilate
+    met = (index % lhs_dilate == 0) & (index >= 0) & (index // lhs_dilate < left)
     return int(met.sum())
 
 
 def moved_bytes(module: Module, computation: Computation, item: Instruction) -> int:
     """Bytes that an instruction outside of fusions reads from main memory and writes to it."""
-    if item.opcode in MOVES_NOTHING or (item.opcode == "custom-call" and not item.operands):
+    if MOVES_NOTHING.fullmatch(item.opcode) or (item.opcode == "custom-call" and not item.operands):
         return 0
     if item.opcode in TRANSFERS:
         arrays = [shape for shape in item.results if shape.sizes]

@@ -126,7 +126,7 @@ class TestReport:
         assert "JAX's own attention" in report.verdicts([row])[1]
 
     def test_marks_what_did_not_fit(self):
-        table = report.table(rows(), report.candidate_columns(rows()))
+        table = report.candidate_table(rows())
         assert [line.split("|")[2].strip() for line in table.splitlines()] == ["masked", "-" * 7 + ":", "-", "-", "-"]
 
 

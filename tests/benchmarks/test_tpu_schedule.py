@@ -128,18 +128,18 @@ class TestReport:
         ]
 
     def test_every_row_is_a_line_of_the_table(self):
-        lines = schedule_report.table(self.rows(5120))
+        lines = schedule_report.table(self.rows(5120)).splitlines()
         assert len(lines) == 2 + 16
         assert len({line.count("|") for line in lines}) == 1
         assert lines[2].startswith("| v5e | resident | forward | 128 | 128 | 8 | 512 | 10.00 | 25% |")
 
     def test_targets_that_are_met_and_missed(self):
-        fast, slow = (schedule_report.targets(self.rows(cycles))[2:] for cycles in (512, 10240))
+        fast, slow = (schedule_report.targets(self.rows(cycles)) for cycles in (512, 10240))
         assert len(fast) == len(slow) == 4 + 4 + 2
-        assert all("| met |" in line for line in fast)
-        assert all("| missed |" in line for line in slow)
-        assert slow[0].endswith("forward: VSTORE, full in 10.0 of 20.0 bundles; 10.0 wait for results or for other "
-                                "slots; 7 spills |")  # fmt: skip
+        assert all(line[-2] == "met" for line in fast)
+        assert all(line[-2] == "missed" for line in slow)
+        rest = "full in 10.0 of 20.0 bundles; 10.0 wait for results or for other slots; 7 spills"
+        assert slow[0][-1] == f"forward: VSTORE, {rest}"
 
     def test_the_best_kernel_counts_and_splash_never(self):
         rows = [row(cycles=5120), row(cycles=4096), row(cycles=512) | {"kernel": "splash"}]

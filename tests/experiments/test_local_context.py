@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import signal
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from aamoe_jax.config import (
     to_dict,
 )
 from aamoe_jax.training.loop import Result
-from experiments import local_context, runs
+from experiments import local_context, runs, studies
+from experiments.studies import Study
 from tests.data.helpers import memory_corpus, random_documents
 
 CHUNK, LENGTH, STEPS = 16, 64, 4
@@ -60,6 +62,17 @@ def synthetic(mode: str, seed: int, config: ExperimentConfig) -> dict:
     }
 
 
+def all_synthetic() -> dict[str, list[dict]]:
+    """Two seeds of every reading."""
+    return {mode: [synthetic(mode, seed, ExperimentConfig()) for seed in (0, 1)] for mode in local_context.MEANINGS}
+
+
+def reading(config: ExperimentConfig, mode: str, **training: int) -> ExperimentConfig:
+    layer = dataclasses.replace(config.model.aamoe, local=mode)
+    model = dataclasses.replace(config.model, aamoe=layer)
+    return runs.with_training(dataclasses.replace(config, model=model), **training)
+
+
 class TestFold:
     def test_weighs_every_target_alike(self):
         nll = np.array([1.0, 2.0, 4.0, np.nan])
@@ -73,8 +86,15 @@ class TestFold:
 class TestComparison:
     def test_trains_once_and_reports(self, tmp_path, monkeypatch):
         config = tiny_experiment(tmp_path / "data")
-        arguments = (config, ("window", "none"), (0,), tmp_path / "runs")
-        results = local_context.compare(*arguments, eval_batches=0)
+
+        def conduct(eval_batches: int = 0, **training):
+            experiments = {mode: reading(config, mode, **training) for mode in ("window", "none")}
+            study = Study("", {mode: local_context.VARIANTS[mode] for mode in experiments}, ())
+            runs_dir = tmp_path / "runs"
+            return studies.conduct(study, experiments, [0], runs_dir, eval_batches, local_context.about_positions)
+
+        found = conduct()
+        results = [result for runs in found.values() for result in runs]
         assert [(result["mode"], result["seed"], result["steps"]) for result in results] == [
             ("window", 0, STEPS),
             ("none", 0, STEPS),
@@ -93,14 +113,13 @@ class TestComparison:
             raise AssertionError("trained again")
 
         monkeypatch.setattr(runs, "train", refuse)
-        assert local_context.compare(*arguments, eval_batches=0) == results
-        more = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=2 * STEPS))
+        assert conduct() == found
         with pytest.raises(ConfigError, match=r"TrainingConfig.steps: 4 -> 8"):
-            local_context.compare(more, *arguments[1:], eval_batches=0)
+            conduct(steps=2 * STEPS)
         with pytest.raises(ConfigError, match="eval_batches"):
-            local_context.compare(*arguments, eval_batches=1)
+            conduct(eval_batches=1)
 
-        local_context.write(results, tmp_path / "report", "the command")
+        local_context.write(found, tmp_path / "report", "the command")
         assert json.loads((tmp_path / "report.json").read_text()) == {"command": "the command", "results": results}
         assert (tmp_path / "report.png").stat().st_size > 0
 
@@ -114,16 +133,18 @@ class TestComparison:
         assert error.value.exit_code == 143
         assert not (tmp_path / "run" / "result.json").exists()
 
-    def test_refuses_a_mixture(self, tmp_path):
-        config = ExperimentConfig(data=DataConfig(mixture=(("code", 1.0), ("books", 1.0))))
+    def test_refuses_a_mixture(self):
+        study = Study("", local_context.VARIANTS, ())
         with pytest.raises(ConfigError, match=r"DataConfig.mixture"):
-            local_context.compare(config, local_context.MODES, (0,), tmp_path, eval_batches=0)
+            studies.configs(study, [], ["DataConfig.mixture = (('code', 1.0), ('books', 1.0))"], None)
 
 
 class TestReport:
     def test_means_and_differences(self):
-        results = [synthetic(mode, seed, ExperimentConfig()) for mode in local_context.MODES for seed in (0, 1)]
-        for result, bits in zip(results, (2.0, 2.2, 2.3, 2.5, 2.4, 2.4, 3.0, 3.2), strict=True):
+        results = all_synthetic()
+        for result, bits in zip(
+            chain.from_iterable(results.values()), (2.0, 2.2, 2.3, 2.5, 2.4, 2.4, 3.0, 3.2), strict=True
+        ):
             result["bits_per_byte"] = bits
         text = local_context.report(results, "python -m x", "x.png")
         rows = {line.split(":")[0].strip("| "): line for line in text.splitlines() if line.startswith("| ")}
@@ -131,7 +152,6 @@ class TestReport:
         assert "| 3.1000 | 3.0000 | 3.2000 | +1.0000 |" in rows["none"]
 
     def test_draws_a_dot_per_seed_and_a_curve_per_reading(self, tmp_path):
-        results = [synthetic(mode, seed, ExperimentConfig()) for mode in local_context.MODES for seed in (0, 1)]
-        left, right = local_context.draw(results, tmp_path / "x.png").axes
+        left, right = local_context.draw(all_synthetic(), tmp_path / "x.png").axes
         assert [len(line.get_ydata()) for line in left.get_lines()] == [2, 2, 2, 2]
-        assert [text.get_text() for text in right.get_legend().get_texts()] == list(local_context.MODES)
+        assert [text.get_text() for text in right.get_legend().get_texts()] == list(local_context.MEANINGS)

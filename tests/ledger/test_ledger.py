@@ -86,7 +86,7 @@ def test_dec_15_cache_bytes_are_those_of_the_arrays(name):
     own = MoEConfig(router_input="causal_conv"), FilteredAttentionConfig(capacity=0.3)
     config = dataclasses.replace(SMALL, own=(*SMALL.own, *own))
     trial = Trial(name, config)
-    arrays = jax.eval_shape(lambda params: trial.empty_cache(params, 3, 101), jax.eval_shape(trial.params))
+    arrays = trial.cache_shapes(3, 101)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
     assert exact(name, config, 3, 101).cache_bytes == held
 
