@@ -134,15 +134,9 @@ def _report(chip: str, case: str, options: dict[str, Any]) -> Compiled:
     function, arguments = getattr(importlib.import_module(module), name)(**options)
     start = time.perf_counter()
     with chips.assume(chip) if chip in chips.TPUS else contextlib.nullcontext():
-        memory = compile_for(chip, function, arguments).memory_analysis()
-    return Compiled(
-        seconds=time.perf_counter() - start,
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
-        alias_bytes=memory.alias_size_in_bytes,
-        code_bytes=memory.generated_code_size_in_bytes,
-    )
+        memory: Any = compile_for(chip, function, arguments).memory_analysis()
+    seconds, sizes = time.perf_counter() - start, ("argument", "output", "temp", "alias", "generated_code")
+    return Compiled(seconds, *(getattr(memory, f"{name}_size_in_bytes") for name in sizes))
 
 
 def main() -> None:

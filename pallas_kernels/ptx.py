@@ -32,10 +32,10 @@ def read(folder: Path, kernel: str) -> Kernel:
 
 def parse(ptx: str, ptxas: str) -> Kernel:
     """From the assembly and from ptxas's own words about it (ptxas -v)."""
-    stack, stores, loads = map(int, _SPILLS.search(ptxas).groups())
+    stack, stores, loads = map(int, _SPILLS.findall(ptxas)[0])
     return Kernel(
-        target=_TARGET.search(ptx).group(1),
-        registers=int(_REGISTERS.search(ptxas).group(1)),
+        target=_TARGET.findall(ptx)[0],
+        registers=int(_REGISTERS.findall(ptxas)[0]),
         stack_bytes=stack,
         spill_bytes=stores + loads,
         wgmma=ptx.count("wgmma.mma_async"),

@@ -117,7 +117,7 @@ def _nesting(bundles: list[str], skipped: list[tuple[int, int, int]]) -> tuple[l
     depth = 0
     for i, line in enumerate(bundles):
         if "{}" not in line:  # an empty bundle is listed without its depth
-            depth = len(_BUNDLE.match(line).group(2))
+            depth = len(_BUNDLE.findall(line)[0][1])
         begins = _LOOP.match(line) is not None
         while stack and (starts[stack[-1]].depth > depth or (begins and starts[stack[-1]].depth == depth)):
             stack.pop()

@@ -2,9 +2,13 @@
 
 import functools
 import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 F32 = jnp.float32
 ROWS, LANES = 8, 128  # one vector register of 32-bit numbers
@@ -25,7 +29,53 @@ def dot(a, b, dimensions: tuple[int, int]):
     return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=F32)
 
 
-def compiled_or_interpreted(kernel, *arrays):
-    """kernel(*arrays, interpret=...): compiled where the program is for a TPU, interpreted elsewhere."""
-    tpu, elsewhere = (functools.partial(kernel, interpret=interpret) for interpret in (False, True))
+def compiled_or_interpreted(kernel: Callable, *arrays: Any, **options: Any):
+    """kernel(*arrays, **options, interpret=...): compiled where the program is for a TPU, interpreted elsewhere."""
+    tpu, elsewhere = (functools.partial(kernel, **options, interpret=interpret) for interpret in (False, True))
     return jax.lax.platform_dependent(*arrays, tpu=tpu, default=elsewhere)
+
+
+def call(
+    kernel: Callable,
+    name: str,
+    grid: tuple,
+    scalars: Sequence,
+    arrays: Sequence[tuple[Any, Any]],
+    results: Sequence[tuple[Any, tuple[int, ...], Any]],
+    *,
+    vmem_bytes: int,
+    interpret: Any,
+    scratch: Sequence = (),
+    semantics: Any = ("parallel", "arbitrary"),
+    aliases: Mapping[int, int] | None = None,
+    bounds_checks: bool = True,
+    cost: pl.CostEstimate | None = None,
+) -> tuple:
+    """A `pallas_call`: scalars go to scalar memory ahead of the grid; the others have the blocks that a step sees.
+
+    Args:
+      arrays: (blocks, array). results: (blocks, shape, dtype).
+      aliases: arrays by their number, and the result that is written in place of each.
+    """
+    blocks, given = zip(*arrays, strict=True)
+    # Inside shard_map a kernel must say over which axes of the mesh its results vary: over those of its arguments.
+    varying = jax.typeof(jax.tree.leaves(given)[0]).manual_axis_type
+    run = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=blocks,
+            out_specs=[block for block, _, _ in results],
+            scratch_shapes=scratch,
+        ),
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for _, shape, dtype in results],
+        input_output_aliases={len(scalars) + i: to for i, to in (aliases or {}).items()},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=semantics, disable_bounds_checks=not bounds_checks, vmem_limit_bytes=vmem_bytes
+        ),
+        cost_estimate=cost,
+        interpret=interpret,
+        name=name,
+    )
+    return tuple(run(*scalars, *given))

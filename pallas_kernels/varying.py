@@ -9,11 +9,8 @@ import jax
 def varying(arrays: Any, axes: Iterable[str]) -> Any:
     """The same arrays, free to differ between devices along these axes. The transpose adds up over those."""
 
-    def of_one(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(set(axes) - jax.typeof(x).manual_axis_type.varying))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(of_one, arrays)
+    missing = lambda x: tuple(sorted(set(axes) - jax.typeof(x).manual_axis_type.varying))  # noqa: E731
+    return jax.tree.map(lambda x: jax.lax.pcast(x, missing(x), to="varying"), arrays)
 
 
 def equally_varying(arrays: Any) -> Any:

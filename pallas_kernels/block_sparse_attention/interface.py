@@ -1,21 +1,29 @@
 """One function, several implementations: attention of every token over the few resources it was given."""
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import operation, reference, xla
 from pallas_kernels.block_sparse_attention.gpu import path as gpu
+from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, LocalWindow, NoPairs, Path
 from pallas_kernels.block_sparse_attention.tpu import dense, dispatch, gathered, resident
-from pallas_kernels.block_sparse_attention.types import Attention, Pairs, Window
+from pallas_kernels.block_sparse_attention.tpu import window as window_lib
+from pallas_kernels.block_sparse_attention.types import Attention, Inputs, Pairs, Problem, Window
+from pallas_kernels.varying import equally_varying
 
-IMPLEMENTATIONS = {
-    "reference": reference.attend,
-    "xla": xla.attend,
-    "pallas_tpu_resident": resident.attend,
-    "pallas_tpu_gathered": gathered.attend,
-    "pallas_tpu_dense": dense.attend,
-    "pallas_gpu": gpu.attend,
+PLANS: dict[str, tuple[Callable[[Problem], Path], LocalWindow]] = {
+    "xla": (xla.plan, XLA_WINDOW),
+    "pallas_tpu_resident": (resident.plan, window_lib.ON_TPUS),
+    "pallas_tpu_gathered": (gathered.plan, window_lib.ON_TPUS),
+    "pallas_tpu_dense": (dense.plan, window_lib.LOCAL),
+    "pallas_gpu": (gpu.plan, XLA_WINDOW),
 }
+"""What plans the pairs of a call, with a ValueError for what it cannot do; and how the window is computed."""
+IMPLEMENTATIONS = ("reference", *PLANS)
 FASTEST_TPU = "pallas_tpu"  # whichever of the three `tpu.dispatch` picks
 
 
@@ -70,53 +78,49 @@ def block_sparse_attention(
     the local heads), tokens with their tables may be sharded, or resources, merging the outputs outside by `lse`.
     """
     name = (FASTEST_TPU if chips.kernels_by_default() else "xla") if implementation is None else implementation
-    if name not in (known := {*IMPLEMENTATIONS, FASTEST_TPU}):
+    if name not in (known := {*IMPLEMENTATIONS, *PLANS, FASTEST_TPU}):
         raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(known))}")
-    _check_shapes(query, query_expert, key, value, pairs, window, num_context, max_pairs)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    inputs = Inputs(query, query_expert, key, value, pairs, max_score)
+    _check_shapes(inputs, window, num_context, max_pairs)
+    (tokens, heads, d), (resources, m), slots = query.shape, key.shape[:2], pairs.resource.shape[1]
+    scale = d**-0.5 if scale is None else float(scale)
+    most = max(1, min(max_pairs, pairs.resource.size))  # no more pairs than there are slots
+    problem = Problem(tokens, heads, d, resources, m, slots, query.dtype, num_context, most, scale)
     if name == FASTEST_TPU:
-        problem = operation.problem(query, key, pairs, num_context=num_context, max_pairs=max_pairs, scale=scale)
         name = f"{FASTEST_TPU}_{dispatch.fastest(problem, num_context if row_chunks is None else row_chunks)}"
-    attend = IMPLEMENTATIONS[name]
-    return attend(
-        query,
-        query_expert,
-        key,
-        value,
-        pairs,
-        window,
-        num_context=num_context,
-        max_pairs=max_pairs,
-        scale=scale,
-        max_score=max_score,
-    )
+    if name == "reference":
+        output, lse, mass = reference.attend(inputs, window, problem)
+    else:
+        inputs, window = equally_varying((inputs, window))
+        plan, local = PLANS[name]
+        path = plan(problem) if slots > 0 else NoPairs(problem)
+        output, lse, mass = operation.attend((path, local), inputs, window, path.tables(inputs.pairs))
+    return Attention(output, lse, jax.lax.stop_gradient(mass))
 
 
-def _check_shapes(query, query_expert, key, value, pairs, window, num_context, max_pairs) -> None:
+def _check_shapes(inputs: Inputs, window: Window | None, num_context: int, max_pairs: int) -> None:
     """Refuse what cannot work, naming the argument, its value and what is wanted."""
-
-    def want(name, got, wanted):
-        if got != wanted:
-            raise ValueError(f"{name} is {got}; wanted {wanted}")
-
+    query, query_expert, key, value, pairs, _ = inputs
     if query.ndim != 3 or key.ndim != 4:
         raise ValueError(f"query.shape={query.shape}, key.shape={key.shape}; wanted [T, H, d] and [R, m, H, d]")
-    tokens, heads, d = query.shape
-    resources, m = key.shape[:2]
-    want("query_expert.shape", query_expert.shape, query.shape)
-    want("key.shape[2:]", key.shape[2:], (heads, d))
-    want("value.shape", value.shape, key.shape)
-    for name, x in {"query_expert": query_expert, "key": key, "value": value}.items():
-        want(f"{name}.dtype", x.dtype, query.dtype)
-    want("pairs.count.shape", pairs.count.shape, (tokens,))
-    slots = pairs.resource.shape[-1]
-    for name, x in {"resource": pairs.resource, "bias": pairs.bias, "visible": pairs.visible}.items():
-        want(f"pairs.{name}.shape", x.shape, (tokens, slots))
-    if not 0 <= num_context <= resources:
-        raise ValueError(f"num_context={num_context}; wanted 0 to {resources}, the number of resources")
+    if not 0 <= num_context <= len(key):
+        raise ValueError(f"num_context={num_context}; wanted 0 to {len(key)}, the number of resources")
     if max_pairs < 0:
         raise ValueError(f"max_pairs={max_pairs}; wanted a bound of at least 0")
+    each = tokens, _ = len(query), pairs.resource.shape[-1]
+    wanted: list[tuple[str, Any, Any]] = [
+        ("query_expert.shape", query_expert.shape, query.shape),
+        ("key.shape[2:]", key.shape[2:], query.shape[1:]),
+        ("value.shape", value.shape, key.shape),
+        ("pairs.count.shape", pairs.count.shape, (tokens,)),
+    ]
+    wanted += [
+        (f"{name}.dtype", x.dtype, query.dtype) for name, x in zip(inputs._fields[1:4], inputs[1:4], strict=True)
+    ]
+    wanted += [(f"pairs.{name}.shape", x.shape, each) for name, x in zip(pairs._fields[:3], pairs[:3], strict=True)]
     if window is not None:
-        want("with a window, the number of tokens", tokens, num_context * m)
-        want("window.bias.shape", window.bias.shape, (tokens,))
-        want("window.segment.shape", window.segment.shape, (tokens,))
+        wanted += [("with a window, the number of tokens", tokens, num_context * key.shape[1])]
+        wanted += [(f"window.{name}.shape", x.shape, (tokens,)) for name, x in zip(window._fields, window, strict=True)]
+    for name, got, want in wanted:
+        if got != want:
+            raise ValueError(f"{name} is {got}; wanted {want}")

@@ -7,35 +7,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.block_sparse_attention.types import Attention, Pairs, Window
+from pallas_kernels.block_sparse_attention.types import Attention, Inputs, Pairs, Problem, Window
 
 
-def attend(
-    query: Float[Array, "T H d"],
-    query_expert: Float[Array, "T H d"],
-    key: Float[Array, "R m H d"],
-    value: Float[Array, "R m H d"],
-    pairs: Pairs,
-    window: Window | None,
-    *,
-    num_context: int,
-    max_pairs: int,
-    scale: float,
-    max_score: Float[Array, ""] | None,
-) -> Attention:
+def attend(inputs: Inputs, window: Window | None, problem: Problem) -> Attention:
     """softmax over the concatenated keys of a token's resources of q.k * scale + bias, in float32 throughout."""
-    del max_pairs, max_score  # bounds on the work and on scores; here all the work is done
-    dtype = query.dtype
-    query, query_expert, key, value = (x.astype(jnp.float32) for x in (query, query_expert, key, value))
-    (tokens, heads), (resources, m) = query.shape[:2], key.shape[:2]
-
-    is_context_R1 = (jnp.arange(resources) < num_context)[:, None]
+    query, query_expert, key, value = (x.astype(jnp.float32) for x in inputs[:4])
+    tokens, heads, _, resources, m, *_ = problem
+    is_context_R1 = (jnp.arange(resources) < problem.num_context)[:, None]
     rotated, unrotated = (jnp.einsum("thd,rmhd->thrm", q, key) for q in (query, query_expert))
-    score_THJ = jnp.where(is_context_R1, rotated, unrotated).reshape(tokens, heads, resources * m) * scale
-    bias_TJ, seen_TJ = _routed(pairs, resources, m)
+    score_THJ = jnp.where(is_context_R1, rotated, unrotated).reshape(tokens, heads, resources * m) * problem.scale
+    bias_TJ, seen_TJ = _routed(inputs.pairs, resources, m)
     value_JHd = value.reshape(resources * m, heads, -1)
     if window is not None:  # the window's keys are more columns: a key may be seen both ways, and then counts twice
-        bias_TT, seen_TT = _windowed(window, m)
+        i, j = jnp.arange(tokens)[:, None], jnp.arange(tokens)
+        seen_TT = (i - m < j) & (j <= i) & (window.segment[:, None] == window.segment)
+        bias_TT = jnp.broadcast_to(window.bias.astype(jnp.float32)[:, None], seen_TT.shape)
         score_THJ = jnp.concatenate([score_THJ, score_THJ[:, :, :tokens]], axis=2)
         bias_TJ = jnp.concatenate([bias_TJ, bias_TT], axis=1)
         seen_TJ = jnp.concatenate([seen_TJ, seen_TT], axis=1)
@@ -43,7 +30,10 @@ def attend(
 
     probability_THJ, lse = _softmax(score_THJ, bias_TJ[:, None], seen_TJ[:, None])
     output = jnp.einsum("thj,jhd->thd", probability_THJ, value_JHd)
-    return Attention(output.astype(dtype), lse, _mass(probability_THJ, pairs, resources, m))
+    mass_TR = probability_THJ[:, :, : resources * m].mean(1).reshape(-1, resources, m).sum(-1)
+    used_TK = jnp.arange(problem.slots) < inputs.pairs.count[:, None]
+    picked_TK = jnp.take_along_axis(mass_TR, jnp.where(used_TK, inputs.pairs.resource, 0), axis=1)
+    return Attention(output.astype(problem.dtype), lse, jnp.where(used_TK, picked_TK, 0.0))
 
 
 def _routed(pairs: Pairs, resources: int, m: int) -> tuple[Float[Array, "T J"], Bool[Array, "T J"]]:
@@ -58,13 +48,6 @@ def _routed(pairs: Pairs, resources: int, m: int) -> tuple[Float[Array, "T J"], 
     return jnp.repeat(bias_TR, m, axis=1), seen_TRm.reshape(-1, resources * m)
 
 
-def _windowed(window: Window, m: int) -> tuple[Float[Array, "T T"], Bool[Array, "T T"]]:
-    """Token i sees key j of its own segment when i - m < j <= i."""
-    i, j = jnp.arange(len(window.bias))[:, None], jnp.arange(len(window.bias))
-    seen_TT = (i - m < j) & (j <= i) & (window.segment[:, None] == window.segment)
-    return jnp.broadcast_to(window.bias.astype(jnp.float32)[:, None], seen_TT.shape), seen_TT
-
-
 def _softmax(
     score: Float[Array, "T H J"], bias: Float[Array, "T 1 J"], seen: Bool[Array, "T 1 J"]
 ) -> tuple[Float[Array, "T H J"], Float[Array, "T H"]]:
@@ -77,10 +60,3 @@ def _softmax(
     some = total > 0
     safe = jnp.where(some, total, 1.0)
     return weight / safe[..., None], jnp.where(some, jnp.log(safe) + top[..., 0], -jnp.inf)
-
-
-def _mass(probability_THJ: Float[Array, "T H J"], pairs: Pairs, resources: int, m: int) -> Float[Array, "T K"]:
-    mass_TR = probability_THJ[:, :, : resources * m].mean(1).reshape(-1, resources, m).sum(-1)
-    used_TK = jnp.arange(pairs.resource.shape[1]) < pairs.count[:, None]
-    picked_TK = jnp.take_along_axis(mass_TR, jnp.where(used_TK, pairs.resource, 0), axis=1)
-    return jax.lax.stop_gradient(jnp.where(used_TK, picked_TK, 0.0))

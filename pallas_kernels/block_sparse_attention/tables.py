@@ -21,7 +21,7 @@ class Numbering(NamedTuple):
 
     token: Int[Array, "P"]  # the token of every pair; ascending
     first: Int[Array, "T"]  # the number of a token's first pair; slot k of the token is pair first + k
-    count: Int[Array, "T"]  # how many pairs a token has
+    count: Int[Array, "T"]  # type: ignore[assignment]  # how many pairs a token has
 
 
 class Tables(NamedTuple):
@@ -34,20 +34,28 @@ class Tables(NamedTuple):
 
 
 def build(
-    resource: Int[Array, "T K"],
-    count: Int[Array, "T"],
-    *,
-    num_resources: int,
-    max_pairs: int,
-    tile: int,
-    slack: int = 0,
+    resource: Int[Array, "T K"], count: Int[Array, "T"], num_resources: int, max_pairs: int, tile: int, slack: int = 0
 ) -> Tables:
     """Number the pairs, sort them by resource and cut every resource's run into tiles of `tile` rows.
 
     `slack` empty tiles follow the bound on tiles, for loops that take several tiles a step and may read past the end.
     """
-    numbering = _number(count, max_pairs)
-    order, start = _sort(from_slots(resource, numbering, fill=num_resources), num_resources)
+    last = jnp.cumsum(count, dtype=jnp.int32)
+    first = last - count
+    # Pairs past the static bound are dropped with the last tokens: what an earlier token gets never depends on them.
+    count = jnp.clip(max_pairs - first, 0, count)
+    token = jnp.repeat(jnp.arange(len(count), dtype=jnp.int32), count, total_repeat_length=max_pairs)
+    number = jnp.arange(max_pairs, dtype=jnp.int32)
+    numbering = Numbering(jnp.where(number < last[-1], token, len(count)), first, count)
+
+    # The pairs in order of (resource, number), and where in that order every resource starts.
+    resource_P, bounds = from_slots(resource, numbering, num_resources), jnp.arange(num_resources + 1, dtype=jnp.int32)
+    if (num_resources + 1) * max_pairs > INT32_MAX:
+        resource_P, order = jax.lax.sort_key_val(resource_P, number, is_stable=True)
+        start = jnp.searchsorted(resource_P, bounds).astype(jnp.int32)
+    else:  # One integer carries both: a single-operand sort is several times faster than a stable sort of two.
+        key = jnp.sort(resource_P * max_pairs + number)
+        order, start = key % max_pairs, jnp.searchsorted(key, bounds * max_pairs).astype(jnp.int32)
 
     tiles_R = -(-jnp.diff(start) // tile)
     begin = jnp.cumsum(jnp.pad(tiles_R, (1, 0)), dtype=jnp.int32)
@@ -58,28 +66,6 @@ def build(
     row_Nt = row_N[:, None] + jnp.arange(tile, dtype=jnp.int32)
     pair = jnp.where(row_Nt < start[resource_N + 1][:, None], order.at[row_Nt].get(mode="clip"), max_pairs)
     return Tables(pair, resource_N, begin, numbering)
-
-
-def _number(count: Int[Array, "T"], max_pairs: int) -> Numbering:
-    last = jnp.cumsum(count, dtype=jnp.int32)
-    first = last - count
-    # Pairs past the static bound are dropped with the last tokens: what an earlier token gets never depends on them.
-    count = jnp.clip(max_pairs - first, 0, count)
-    token = jnp.repeat(jnp.arange(len(count), dtype=jnp.int32), count, total_repeat_length=max_pairs)
-    return Numbering(jnp.where(jnp.arange(max_pairs) < last[-1], token, len(count)), first, count)
-
-
-def _sort(resource_P: Int[Array, "P"], num_resources: int) -> tuple[Int[Array, "P"], Int[Array, "R1"]]:
-    """Pairs in order of (resource, pair), and where in that order every resource starts (R + 1 numbers)."""
-    pairs = len(resource_P)
-    number = jnp.arange(pairs, dtype=jnp.int32)
-    bounds = jnp.arange(num_resources + 1, dtype=jnp.int32)
-    if (num_resources + 1) * pairs > INT32_MAX:
-        resource_P, order = jax.lax.sort_key_val(resource_P, number, is_stable=True)
-        return order, jnp.searchsorted(resource_P, bounds).astype(jnp.int32)
-    # One integer carries both: a single-operand sort is several times faster than a stable sort of two.
-    key = jnp.sort(resource_P * pairs + number)
-    return key % pairs, jnp.searchsorted(key, bounds * pairs).astype(jnp.int32)
 
 
 def from_slots(x_TK: Shaped[Array, "T K"], numbering: Numbering, fill: int | float) -> Shaped[Array, "P"]:
@@ -93,3 +79,14 @@ def to_slots(x_P: Shaped[Array, "P"], numbering: Numbering, slots: int) -> Shape
     """The value of every slot's pair; 0 at unused slots."""
     k = jnp.arange(slots, dtype=jnp.int32)
     return jnp.where(k < numbering.count[:, None], x_P.at[numbering.first[:, None] + k].get(mode="clip"), 0)
+
+
+def slots_to_rows(x_TK: Shaped[Array, "T K"], tables: Tables, fill: int | float) -> Shaped[Array, "N 1 t"]:
+    """The value of every row's slot; `fill` in padding rows."""
+    return from_slots(x_TK, tables.numbering, fill).at[tables.pair[:, None]].get(mode="fill", fill_value=fill)
+
+
+def rows_to_pairs(x_Nt: Shaped[Array, "N t"], tables: Tables) -> Shaped[Array, "P"]:
+    """The value of every pair's row; 0 past the last pair."""
+    zeros = jnp.zeros_like(tables.numbering.token, x_Nt.dtype)
+    return zeros.at[tables.pair].set(x_Nt, mode="drop", unique_indices=True)

@@ -4,7 +4,7 @@ Shapes: N tiles, H heads, t queries a tile, j keys a tile, d head size; batch di
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float
 
 F32 = jnp.float32
 
@@ -19,7 +19,8 @@ def partial_attention(
     """Softmax attention over the seen keys and its log-sum-exp; 0 and -inf for a query that sees none."""
     score = jnp.einsum("nhtd,nhjd->nhtj", query, key, preferred_element_type=F32)
     score = jnp.where(seen, score * scale, -jnp.inf)
-    top = finite(score.max(-1))
+    top = score.max(-1)
+    top = jnp.where(top > -jnp.inf, top, 0.0)
     weight = jnp.exp(score - top[..., None])
     total = weight.sum(-1)
     output = jnp.einsum("nhtj,nhjd->nhtd", weight.astype(value.dtype), value, preferred_element_type=F32)
@@ -56,8 +57,3 @@ def partial_gradients(
 def finite(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
     """-inf, the log of nothing, replaced by 0 so that differences with it stay numbers."""
     return jnp.where(x > -jnp.inf, x, 0.0)
-
-
-def head_major(x: Shaped[Array, "N t H *U"]) -> Shaped[Array, "N H t *U"]:
-    """Swaps rows and heads; its own inverse."""
-    return x.swapaxes(1, 2)

@@ -1,7 +1,11 @@
-"""What block-sparse attention takes and returns. T tokens, K slots a token, H heads, d head size."""
+"""What block-sparse and paged attention take and return, and what their implementations hand to each other.
+
+Shapes: T tokens, K slots a token, R resources, m keys a resource, H heads, d head size; b sequences.
+"""
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
@@ -14,7 +18,7 @@ class Pairs(NamedTuple):
     resource: Int[Array, "T K"]  # row of key/value; slot k-1 is rank k among the routed ones
     bias: Float[Array, "T K"]  # added to every score of the pair (all heads, all keys); -inf hides the pair
     visible: Int[Array, "T K"]  # only the first `visible` keys of the resource are seen by this token (1..m)
-    count: Int[Array, "T"]
+    count: Int[Array, "T"]  # type: ignore[assignment]  # hides a method of tuples, here and below
 
 
 class Window(NamedTuple):
@@ -30,3 +34,73 @@ class Attention(NamedTuple):
     output: Float[Array, "T H d"]
     lse: Float[Array, "T H"]  # log of the softmax denominator, biases included; float32; differentiable
     mass: Float[Array, "T K"]  # share of the attention on each pair, mean over heads; float32; NOT differentiable
+
+
+class Slots(NamedTuple):
+    """Which resources every sequence's token meets: its slots below `count`; the others mean nothing."""
+
+    resource: Int[Array, "b K"]  # the sequence's own pages 0..l-1, the shared experts l..l+E-1
+    bias: Float[Array, "b K"]  # added to every score of the slot
+    begin: Int[Array, "b K"]  # keys begin <= j < end of the resource are seen
+    end: Int[Array, "b K"]
+    count: Int[Array, "b"]  # type: ignore[assignment]
+
+
+class Cache(NamedTuple):
+    """Keys and values that decoding reads; experts may have a type of their own."""
+
+    page_key: Float[Array, "b l m H d"]
+    page_value: Float[Array, "b l m H d"]
+    expert_key: Float[Array, "E m H d"]
+    expert_value: Float[Array, "E m H d"]
+
+
+class Inputs(NamedTuple):
+    """What the routed pairs are computed from."""
+
+    query: Float[Array, "T H d"]
+    query_expert: Float[Array, "T H d"]
+    key: Float[Array, "R m H d"]
+    value: Float[Array, "R m H d"]
+    pairs: Pairs
+    max_score: Float[Array, ""] | None  # no |scale * q . k| exceeds it; None: nobody knows
+
+
+class Problem(NamedTuple):
+    """The static numbers of a call."""
+
+    tokens: int
+    heads: int
+    d: int
+    resources: int
+    m: int
+    slots: int
+    dtype: jnp.dtype
+    num_context: int  # resources below meet `query`, the others `query_expert`
+    max_pairs: int  # at least 1
+    scale: float
+
+
+class Partial(NamedTuple):
+    """A softmax over some of the keys; 0 and -inf for a token that has seen none."""
+
+    output: Float[Array, "T H d"]
+    lse: Float[Array, "T H"]
+
+
+class Cotangents(NamedTuple):
+    """What gradients of scores follow from: d score = p (d output . v - delta), p = exp(scale q.k + bias - lse)."""
+
+    output: Float[Array, "T H d"]
+    lse: Float[Array, "T H"]  # over all keys of the token; 0 where there are none
+    delta: Float[Array, "T H"]  # output . d output - d lse
+
+
+class Gradients(NamedTuple):
+    """In float32; those of queries and keys still lack the factor `scale`."""
+
+    query: Float[Array, "T H d"]
+    query_expert: Float[Array, "T H d"]
+    key: Float[Array, "R m H d"]
+    value: Float[Array, "R m H d"]
+    bias: Float[Array, "T K"]

@@ -20,21 +20,7 @@ class Selection(NamedTuple):
     score: Float[Array, "b L K"]
 
 
-def _by_sorting(
-    score: Float[Array, "b L A"], count: Int[Array, "b L"], slots: int
-) -> tuple[Int[Array, "b L K"], Float[Array, "b L K"]]:
-    """XLA's own top_k, which sorts all resources on a TPU."""
-    best, resource = jax.lax.top_k(score, slots)
-    used = jnp.arange(slots) < count[..., None]
-    return jnp.where(used, resource, 0), jnp.where(used, best, -jnp.inf)
-
-
-IMPLEMENTATIONS = {"xla": _by_sorting, "pallas_tpu": tpu.select}
-
-
-def _fastest(resources: int, slots: int) -> str:
-    """The kernel where kernels are the default and fast memory holds what it works on."""
-    return "pallas_tpu" if chips.kernels_by_default() and tpu.fits(resources, slots) else "xla"
+IMPLEMENTATIONS = ("xla", "pallas_tpu")
 
 
 def select(
@@ -59,7 +45,9 @@ def select(
     Returns:
       `Selection`; bit for bit the same from every implementation. Its scores carry gradients to the selected entries.
     """
-    name = _fastest(score.shape[2], slots) if implementation is None else implementation
+    name = implementation
+    if name is None:  # the kernel where kernels are the default and fast memory holds what it works on
+        name = "pallas_tpu" if chips.kernels_by_default() and tpu.fits(score.shape[2], slots) else "xla"
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(IMPLEMENTATIONS))}")
     if score.dtype != jnp.float32:
@@ -68,4 +56,8 @@ def select(
         raise ValueError(f"slots={slots}; wanted 0 to {score.shape[2]}, the number of resources")
     if count is None:
         count = jnp.full_like(score, slots, jnp.int32, shape=score.shape[:2])
-    return Selection(*IMPLEMENTATIONS[name](score, count, slots))
+    if name == "pallas_tpu":
+        return Selection(*tpu.select(score, count, slots))
+    best, resource = jax.lax.top_k(score, slots)  # sorts all resources on a TPU
+    used = jnp.arange(slots) < count[..., None]
+    return Selection(jnp.where(used, resource, 0), jnp.where(used, best, -jnp.inf))

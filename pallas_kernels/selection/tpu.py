@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import chips
-from pallas_kernels.tpu import LANES, ROWS, compiled_or_interpreted, round_up
+from pallas_kernels.tpu import LANES, ROWS, call, compiled_or_interpreted, round_up
 from pallas_kernels.varying import equally_varying
 
 BLOCK = ROWS * LANES  # tokens
@@ -48,11 +48,6 @@ def select(
     return _select(slots, score.shape[2], *equally_varying((score, count)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _select(slots, resources, score, count):
-    return _forward(slots, resources, score, count)[0]
-
-
 def _forward(slots, resources, score, count):
     shape = count.shape
     if shape[1] % BLOCK:
@@ -62,8 +57,7 @@ def _forward(slots, resources, score, count):
     score = jnp.pad(score.swapaxes(1, 2), ((0, 0), (0, -resources % ROWS), (0, padding)))
     padded = jnp.pad(jnp.clip(count, 0, slots), ((0, 0), (0, padding)))
     arrays = padded.reshape(len(padded), -1, BLOCK).max(-1), score, padded[:, None]
-    run = functools.partial(_call, slots=slots, resources=resources)
-    selected = compiled_or_interpreted(run, *arrays)
+    selected = compiled_or_interpreted(_call, *arrays, slots=slots, resources=resources)
     resource, best = (x[:, :slots, : count.shape[1]].swapaxes(1, 2).reshape(*shape, slots) for x in selected)
     return (resource, best), (count.reshape(shape), resource)
 
@@ -80,6 +74,7 @@ def _backward(slots, resources, residuals, cotangents):
     return d_score.swapaxes(1, 2), None
 
 
+_select = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], (0, 1))
 _select.defvjp(_forward, _backward)
 
 
@@ -184,31 +179,24 @@ def _call(
 ) -> tuple[Int[Array, "b S M"], Float[Array, "b S M"]]:
     group = 8 if interpret else GROUP  # interpreted, every resource is compiled as a slice of a whole array
     padded, slots = round_up(resources, group), round_up(slots, ROWS)
-    # Inside shard_map a kernel must say over which axes of the mesh its results vary: over those of its arguments.
-    varying = jax.typeof(score).manual_axis_type
-    shape = functools.partial(jax.ShapeDtypeStruct, (len(score), slots, score.shape[2]), manual_axis_type=varying)
-    blocks = [pl.BlockSpec((1, size, BLOCK), lambda row, i, _: (row, 0, i)) for size in (score.shape[1], 1, slots)]
-    grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1,
-        grid=rounds.shape,
-        in_specs=blocks[:2],
-        out_specs=[blocks[2], blocks[2]],
-        scratch_shapes=[pltpu.VMEM((size * ROWS, LANES), jnp.int32) for size in (padded, slots, slots)],
+    shape = len(score), slots, score.shape[2]
+    of_score, of_count, out = (
+        pl.BlockSpec((1, size, BLOCK), lambda row, i, _: (row, 0, i)) for size in (score.shape[1], 1, slots)
     )
-    return tuple(
-        pl.pallas_call(
-            functools.partial(_kernel, resources=resources, group=group),
-            grid_spec=grid,
-            out_shape=[shape(jnp.int32), shape(jnp.float32)],
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=vmem_bytes(padded, slots)
-            ),
-            cost_estimate=pl.CostEstimate(
-                flops=5 * slots * score.size,
-                bytes_accessed=4 * (score.size + count.size + 2 * slots * count.size),
-                transcendentals=0,
-            ),
-            interpret=interpret,
-            name="selection",
-        )(rounds, score, count)
+    return call(
+        functools.partial(_kernel, resources=resources, group=group),
+        "selection",
+        rounds.shape,
+        (rounds,),
+        [(of_score, score), (of_count, count)],
+        [(out, shape, jnp.int32), (out, shape, jnp.float32)],
+        scratch=[pltpu.VMEM((size * ROWS, LANES), jnp.int32) for size in (padded, slots, slots)],
+        semantics=("parallel", "parallel"),
+        vmem_bytes=vmem_bytes(padded, slots),
+        cost=pl.CostEstimate(
+            flops=5 * slots * score.size,
+            bytes_accessed=4 * (score.size + count.size + 2 * slots * count.size),
+            transcendentals=0,
+        ),
+        interpret=interpret,
     )

@@ -41,7 +41,7 @@ def kernel(
     rows = (layout.groups, layout.slots * ROWS, LANES)
     stats = by_tile((layout.groups, layout.slots, LANES))
     vmem = resident.vmem_bytes(layout, m, dtype.itemsize) if vmem is None else vmem
-    options = {"run": resident_kernels.Run(layout, d**-0.5, vmem, False)}
+    options = {"layout": layout, "scale": d**-0.5, "vmem_bytes": vmem, "interpret": False}
     if name == "backward":
         packed = (layout.groups, rows[1] * (2 if dtype == F32 else 1), LANES)
         word, d_table = F32 if dtype == F32 else jnp.uint32, by_tile(table.shape)

@@ -9,7 +9,7 @@ from pallas_kernels.block_sparse_attention import Pairs, Window, block_sparse_at
 from pallas_kernels.block_sparse_attention.operation import Problem
 from pallas_kernels.block_sparse_attention.tpu import dense, dense_kernels, window_kernels
 from pallas_kernels.block_sparse_attention.tpu import window as tpu_window
-from pallas_kernels.block_sparse_attention.tpu.dense_kernels import Rows, Steps
+from pallas_kernels.block_sparse_attention.tpu.dense_kernels import Arrays, Steps
 
 INT, F32 = jnp.int32, jnp.float32
 EXPERTS = 8
@@ -20,9 +20,9 @@ def kernels(*, tokens: int = 2048, heads: int = 8, d: int = 128, m: int = 128, d
     shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(dtype)
     context = tokens // m
     problem = Problem(tokens, heads, d, context + EXPERTS, m, 1, dtype, context, tokens, d**-0.5)
-    layout = dense.choose_layout(problem)
+    layout = dense.plan(problem).layout
     blocks, width = sum(layout.blocks), layout.groups * layout.lanes
-    rows = Rows(*(shape((blocks, layout.block, tokens), kind) for kind in (F32, INT)))
+    rows = [shape((blocks, layout.block, tokens), kind) for kind in (F32, INT)]
     token, table = (shape((length, width), dtype) for length in (tokens, blocks * layout.keys))
     stats = shape((layout.groups, layout.heads, tokens), F32)
     steps = Steps(*(shape((layout.tiles * blocks + 1,), INT),) * 2, shape((), INT))
@@ -30,10 +30,10 @@ def kernels(*, tokens: int = 2048, heads: int = 8, d: int = 128, m: int = 128, d
     options = {"layout": layout, "scale": problem.scale, "vmem_bytes": vmem_bytes, "interpret": False}
 
     def both(shared, start, d_output, lse, steps):
-        forward = dense_kernels.forward(*shared, start, lse, steps, **options)
-        return forward, dense_kernels.backward(*shared, d_output, lse, lse, steps, **options)
+        forward = dense_kernels.forward(shared, start, lse, steps, **options)
+        return forward, dense_kernels.backward(shared, d_output, lse, lse, steps, **options)
 
-    shared = rows, shape((2, *token.shape), dtype), table, table
+    shared = Arrays(*rows, shape((2, *token.shape), dtype), table, table)
     return both, (shared, shape(token.shape, F32), token, stats, steps)
 
 
@@ -47,11 +47,10 @@ def window_kernels_alone(*, tokens: int = 2048, heads: int = 8, d: int = 128, m:
     options = {"layout": layout, "scale": d**-0.5, "interpret": False}
 
     def both(shared, d_output, lse):
-        return window_kernels.forward(*shared, **options), window_kernels.backward(
-            *shared, d_output, lse, lse, **options
-        )
+        gradients = window_kernels.backward(shared, d_output, lse, lse, **options)
+        return window_kernels.forward(shared, **options), gradients
 
-    return both, ((shape((tokens,), INT), token, token, token), token, stats)
+    return both, (window_kernels.Arrays(shape((tokens,), INT), token, token, token), token, stats)
 
 
 def attention(*, tokens: int, heads: int, d: int, m: int, slots: int, dtype: str = "bfloat16"):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.block_sparse_attention import Pairs
+from pallas_kernels.block_sparse_attention import Pairs, block_sparse_attention
 from pallas_kernels.block_sparse_attention.gpu import kernels, path
 from pallas_kernels.block_sparse_attention.operation import Problem
 
@@ -52,11 +52,11 @@ def kernel(name: str, *, heads: int = 8, d: int = 128, m: int = 128, dtype: str 
     queries, table = shape((tiles, kernels.ROWS, heads, d), dtype), shape((resources, m, heads, d), dtype)
     statistics = shape((tiles, heads, kernels.ROWS), F32)
     rows = kernels.Rows(shape((resources + 1,), INT), shape((tiles, kernels.ROWS), INT))
-    gradients = queries, table, table, queries, statistics, statistics, rows
+    gradients = kernels.Tiles(queries, table, table, queries, statistics, statistics, rows)
     run, plan, arguments = {
         "forward": (kernels.forward, planned.forward_plan, (queries, table, table, rows)),
-        "d_query": (kernels.query_gradients, planned.query_plan, gradients),
-        "d_key": (kernels.key_gradients, planned.key_plan, gradients),
+        "d_query": (kernels.query_gradients, planned.query_plan, (gradients,)),
+        "d_key": (kernels.key_gradients, planned.key_plan, (gradients,)),
     }[name]
     return functools.partial(run, plan=plan), arguments
 
@@ -66,10 +66,10 @@ def attention(*, tokens: int, heads: int, d: int, m: int, experts: int, pairs: i
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
     query, table = shape((tokens, heads, d)), shape((tokens // m + experts, m, heads, d))
     slots = [jax.ShapeDtypeStruct((tokens, 16), kind) for kind in (INT, F32, INT)]
-    static = {"num_context": tokens // m, "max_pairs": pairs * tokens, "scale": d**-0.5, "max_score": None}
+    static = {"num_context": tokens // m, "max_pairs": pairs * tokens, "implementation": "pallas_gpu"}
 
     def loss(query, query_expert, key, value, bias, pairs):
-        result = path.attend(query, query_expert, key, value, pairs._replace(bias=bias), None, **static)
+        result = block_sparse_attention(query, query_expert, key, value, pairs._replace(bias=bias), **static)
         return jnp.sum(result.output.astype(F32) ** 2), result
 
     def both(query, query_expert, key, value, pairs):

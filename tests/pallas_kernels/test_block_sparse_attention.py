@@ -59,7 +59,7 @@ class TestPallasTpuResident(TpuAttentionTest):
         inputs, static = random_inputs(Shape(tokens=48, m=8, num_context=6, d=8))
         fixed = resident.vmem_bytes(Layout(128, 1, 0, 1, 2, 8), m=8, itemsize=4)
         few = functools.partial(resident.plan, vmem=fixed + 16 * 2**14)
-        monkeypatch.setitem(interface.IMPLEMENTATIONS, "few", functools.partial(operation.attend, few))
+        monkeypatch.setitem(interface.PLANS, "few", (few, operation.XLA_WINDOW))
         assert few(problem_of(inputs, static)).layout.windows == 3
         actual, expected = (evaluate(inputs, static, name) for name in ("few", "reference"))
         jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "windows"), actual, expected)
@@ -72,7 +72,7 @@ class TestPallasTpuResident(TpuAttentionTest):
 
 
 def problem_of(inputs: Inputs, static: Static) -> operation.Problem:
-    """What `operation.attend` would ask an implementation to plan for."""
+    """What `block_sparse_attention` asks an implementation to plan for."""
     shapes = *inputs.query.shape, *inputs.key.shape[:2], inputs.pairs.resource.shape[1], inputs.query.dtype
     return operation.Problem(*shapes, static.num_context, static.max_pairs, 1.0)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.block_sparse_attention import Pairs
+from pallas_kernels.block_sparse_attention import Pairs, types
 from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, LocalWindow, Problem
 from pallas_kernels.block_sparse_attention.tpu import dense
 from pallas_kernels.block_sparse_attention.tpu import window as tpu_window
@@ -71,9 +71,9 @@ def test_the_window_kernels_are_the_window(shape):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _window(inputs: Inputs, local: LocalWindow):
-    """Output, log-sum-exp, and what is added to gradients that are there already."""
-    query, key, value, mine = inputs.query, inputs.key, inputs.value, inputs.window
-    output, lse = local.attention(query, key, value, mine, 0.5)
+    """Output, log-sum-exp, and the gradients through it."""
+    given = types.Inputs(*inputs[:5], None)
+    output, lse = local.attention(given, inputs.window, 0.5)
     lse = jnp.logaddexp(jnp.where(lse > -jnp.inf, lse, 0.0), 0.3)
-    state = query, key, value, inputs.d_lse[:, 0]
-    return output, lse, local.gradients(query, key, value, mine, inputs.d_output, lse, inputs.d_lse, state, 0.5)
+    cotangents = types.Cotangents(inputs.d_output, lse, inputs.d_lse)
+    return output, lse, local.gradients(given, inputs.window, cotangents, 0.5)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import chips
-from pallas_kernels.block_sparse_attention import IMPLEMENTATIONS, interface, operation
+from pallas_kernels.block_sparse_attention import interface, operation, xla
 from pallas_kernels.block_sparse_attention.tpu import dispatch
 from tests.pallas_kernels.base import attend
 from tests.pallas_kernels.cases import Shape, random_inputs
@@ -65,12 +65,13 @@ def test_the_choice_is_handed_on(monkeypatch):
     """Through the interface, with a name of its own for what was picked."""
     called = []
 
-    def record(name, *args, **kwargs):
+    def record(name, problem):
         called.append(name)
-        return IMPLEMENTATIONS["xla"](*args, **kwargs)
+        return xla.plan(problem)
 
     for name in ("resident", "gathered", "dense"):
-        monkeypatch.setitem(interface.IMPLEMENTATIONS, f"pallas_tpu_{name}", functools.partial(record, name))
+        plan = functools.partial(record, name)
+        monkeypatch.setitem(interface.PLANS, f"pallas_tpu_{name}", (plan, operation.XLA_WINDOW))
     monkeypatch.setattr(dispatch, "fastest", lambda problem, row_chunks: "gathered")
     inputs, static = random_inputs(Shape())
     jax.eval_shape(lambda inputs: attend.__wrapped__(inputs, static, "pallas_tpu"), inputs)

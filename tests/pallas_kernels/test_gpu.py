@@ -5,7 +5,6 @@ chip; only a run on one joins the two.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.block_sparse_attention.gpu import elsewhere, kernels, path
-from pallas_kernels.block_sparse_attention.gpu.kernels import ROWS, Plan, Rows
+from pallas_kernels.block_sparse_attention.gpu.kernels import ROWS, Plan, Rows, Tiles
 from pallas_kernels.block_sparse_attention.operation import Problem
 from tests.pallas_kernels.base import BlockSparseAttentionTest, assert_close
 from tests.pallas_kernels.cases import Shape, random_inputs
@@ -77,18 +76,6 @@ class TestPlan:
             path.plan(self.PROBLEM._replace(dtype=jnp.dtype("float32")))
 
 
-class Tiles(NamedTuple):
-    """What the gradients' kernels take."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    d_output: jax.Array
-    shift: jax.Array
-    delta: jax.Array
-    rows: Rows
-
-
 def random_tiles(begin: tuple[int, ...], dtype) -> Tiles:
     """One tile more than `begin` tells of belongs to nobody, and its rows see nothing."""
     tiles, resources, heads, m, d = begin[-1] + 1, len(begin) - 1, 1, 128, 64
@@ -104,7 +91,7 @@ def random_tiles(begin: tuple[int, ...], dtype) -> Tiles:
 
 def results(module, name: str, tiles: Tiles, plan: Plan):
     """What the kernel, or its model, gives; without the last tile, whose results mean nothing."""
-    given = (tiles.query, tiles.key, tiles.value, tiles.rows) if name == "forward" else tiles
+    given = (tiles.query, tiles.key, tiles.value, tiles.rows) if name == "forward" else (tiles,)
     both = jax.jit(functools.partial(getattr(module, name), plan=plan))(*given)
     return both if name == "key_gradients" else tuple(x[:, :-1] for x in both)
 

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.block_sparse_attention import Pairs, Slots, block_sparse_attention, paged_attention
-from pallas_kernels.block_sparse_attention.paged import IMPLEMENTATIONS
+from pallas_kernels.block_sparse_attention.paged.interface import IMPLEMENTATIONS
 from pallas_kernels.block_sparse_attention.paged.xla import GROUP
 
 ROWS, PAGES, M, E, H, SIZE = 3, 5, 8, 4, 2, 16

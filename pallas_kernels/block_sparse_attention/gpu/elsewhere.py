@@ -5,10 +5,10 @@ Shapes: see `kernels`.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.block_sparse_attention.gpu.kernels import Plan, Rows
-from pallas_kernels.block_sparse_attention.tile import head_major, partial_attention, partial_gradients
+from pallas_kernels.block_sparse_attention.gpu.kernels import Plan, Rows, Tiles
+from pallas_kernels.block_sparse_attention.tile import partial_attention, partial_gradients
 
 
 def forward(
@@ -22,74 +22,60 @@ def forward(
 
     def attend(tile):
         query, resource, seen = tile
-        k, v = (head_major(x[resource][None]) for x in (key, value))
+        q, k, v = (x[None].swapaxes(1, 2) for x in (query, key[resource], value[resource]))
         parts = [
-            partial_attention(head_major(query[None]), k[:, :, here], v[:, :, here], seen[None, ..., here], plan.scale)
+            partial_attention(q, k[:, :, here], v[:, :, here], seen[None, ..., here], plan.scale)
             for here in _parts(key.shape[1], plan)
         ]
-        return [(head_major(output)[0], lse[0]) for output, lse in parts]
+        return [(output.swapaxes(1, 2)[0], lse[0]) for output, lse in parts]
 
-    parts = jax.lax.map(attend, (query, _resource(rows), _seen(rows, key.shape[1])))
-    return tuple(jnp.stack(x) for x in zip(*parts, strict=True))
+    parts = jax.lax.map(attend, (query, *_resource_and_seen(rows, key.shape[1])))
+    output, lse = (jnp.stack(x) for x in zip(*parts, strict=True))
+    return output, lse
 
 
-def query_gradients(
-    query: Float[Array, "N t H d"],
-    key: Float[Array, "R m H d"],
-    value: Float[Array, "R m H d"],
-    d_output: Float[Array, "N t H d"],
-    shift: Float[Array, "N H t"],
-    delta: Float[Array, "N H t"],
-    rows: Rows,
-    plan: Plan,
-) -> tuple[Float[Array, "S N t H d"], Float[Array, "S N H t"]]:
+def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"], Float[Array, "S N H t"]]:
     """See `kernels.query_gradients`. The gradient of the bias stands in the first head: only its sum is wanted."""
 
     def differentiate(tile):
-        parts = [_gradients(tile, key, value, here, plan) for here in _parts(key.shape[1], plan)]
-        return [(head_major(d_query)[0].astype(query.dtype), d_bias[0]) for d_query, _, _, d_bias in parts]
+        parts = [_gradients(tile, tiles, here, plan) for here in _parts(tiles.key.shape[1], plan)]
+        return [(d_query.swapaxes(1, 2)[0].astype(tiles.query.dtype), d_bias[0]) for d_query, _, _, d_bias in parts]
 
-    tiles = query, d_output, shift, delta, _resource(rows), _seen(rows, key.shape[1])
-    d_query, d_bias = (jnp.stack(x) for x in zip(*jax.lax.map(differentiate, tiles), strict=True))
-    return d_query, jnp.pad(d_bias[:, :, None], ((0, 0), (0, 0), (0, query.shape[2] - 1), (0, 0)))
+    parts = jax.lax.map(differentiate, _by_tile(tiles))
+    d_query, d_bias = (jnp.stack(x) for x in zip(*parts, strict=True))
+    return d_query, jnp.pad(d_bias[:, :, None], ((0, 0), (0, 0), (0, tiles.query.shape[2] - 1), (0, 0)))
 
 
-def key_gradients(
-    query: Float[Array, "N t H d"],
-    key: Float[Array, "R m H d"],
-    value: Float[Array, "R m H d"],
-    d_output: Float[Array, "N t H d"],
-    shift: Float[Array, "N H t"],
-    delta: Float[Array, "N H t"],
-    rows: Rows,
-    plan: Plan,
-) -> tuple[Float[Array, "R m H d"], Float[Array, "R m H d"]]:
+def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Float[Array, "R m H d"]]:
     """See `kernels.key_gradients`."""
 
     def add(sums, tile):
-        _, d_key, d_value, _ = _gradients(tile, key, value, slice(None), plan)
-        d_key, d_value = (x.at[tile[4]].add(head_major(d)[0]) for x, d in zip(sums, (d_key, d_value), strict=True))
-        return (d_key, d_value), None
+        _, *d_tables, _ = _gradients(tile, tiles, slice(None), plan)
+        return tuple(x.at[tile[4]].add(d.swapaxes(1, 2)[0]) for x, d in zip(sums, d_tables, strict=True)), None
 
-    tiles = query, d_output, shift, delta, _resource(rows), _seen(rows, key.shape[1])
-    return jax.lax.scan(add, tuple(jnp.zeros_like(x, jnp.float32) for x in (key, value)), tiles)[0]
+    zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (tiles.key, tiles.value))
+    (d_key, d_value), _ = jax.lax.scan(add, zeros, _by_tile(tiles))
+    return d_key, d_value
 
 
-def _gradients(tile, key, value, here: slice, plan: Plan):
+def _gradients(tile, tiles: Tiles, here: slice, plan: Plan):
     query, d_output, shift, delta, resource, seen = tile
-    q, do = (head_major(x[None]) for x in (query, d_output))
-    k, v = (head_major(x[resource][None])[:, :, here] for x in (key, value))
-    return partial_gradients(q, k, v, do, shift[None], delta[None], seen[None, ..., here], plan.scale)
+    q, do, k, v = (x[None].swapaxes(1, 2) for x in (query, d_output, tiles.key[resource], tiles.value[resource]))
+    of_rows = shift[None], delta[None], seen[None, ..., here]
+    return partial_gradients(q, k[:, :, here], v[:, :, here], do, *of_rows, plan.scale)
+
+
+def _by_tile(tiles: Tiles) -> tuple:
+    given = tiles.query, tiles.d_output, tiles.shift, tiles.delta
+    return *given, *_resource_and_seen(tiles.rows, tiles.key.shape[1])
 
 
 def _parts(m: int, plan: Plan) -> list[slice]:
     return [slice(first, first + plan.part) for first in range(0, m, plan.part)]
 
 
-def _resource(rows: Rows) -> Int[Array, "N"]:
+def _resource_and_seen(rows: Rows, m: int) -> tuple[Array, Array]:
+    """Of every tile [N], and which of its keys every row sees [N, 1, t, m]."""
     tile = jnp.arange(len(rows.visible))
-    return jnp.searchsorted(rows.begin[1:], tile, side="right").clip(max=len(rows.begin) - 2)
-
-
-def _seen(rows: Rows, m: int) -> Bool[Array, "N 1 t m"]:
-    return jnp.arange(m) < rows.visible[:, None, :, None]
+    resource = jnp.searchsorted(rows.begin[1:], tile, side="right").clip(max=len(rows.begin) - 2)
+    return resource, jnp.arange(m) < rows.visible[:, None, :, None]

@@ -45,6 +45,19 @@ class Rows(NamedTuple):
     visible: Int[Array, "N t"]  # how many keys of its resource a row sees; 0 for padding
 
 
+class Tiles(NamedTuple):
+    """What both kernels of gradients take. With p = exp(scale q.k + shift) the gradient of a score is
+    p (d output . v - delta)."""
+
+    query: Float[Array, "N t H d"]
+    key: Float[Array, "R m H d"]
+    value: Float[Array, "R m H d"]
+    d_output: Float[Array, "N t H d"]
+    shift: Float[Array, "N H t"]
+    delta: Float[Array, "N H t"]
+    rows: Rows
+
+
 def forward(
     query: Float[Array, "N t H d"],
     key: Float[Array, "R m H d"],
@@ -59,21 +72,13 @@ def forward(
     (tiles, _, heads, d), (resources, m) = query.shape, key.shape[:2]
     dtype, parts = query.dtype, m // plan.part
 
-    def kernel(begin, visible, query, key, value, output, lse, keys, queries, statistics, arrived):
-        part, warpgroup, mine = jax.lax.axis_index("part"), jax.lax.axis_index("warpgroup"), _mine(begin, plan)
-        head, (k_smem, v_smem), (seen_smem, lse_smem) = jax.lax.axis_index("head"), keys, statistics
-        q_smem, (table_arrived, tile_arrived) = queries.at[warpgroup], arrived
+    def kernel(begin, visible, query, key, value, output, lse, keys, rows, lse_smem, arrived):
+        part, warpgroup, head = (jax.lax.axis_index(axis) for axis in ("part", "warpgroup", "head"))
+        k_smem, v_smem = keys
+        q_smem, seen_smem = targets = [x.at[warpgroup] for x in rows]
 
-        def arrival(i):
-            return tile_arrived.at[warpgroup * plan.slots + jax.lax.rem(i, plan.slots)]
-
-        def load(i):
-            slot = jax.lax.rem(i, plan.slots)
-            plgpu.copy_gmem_to_smem(query.at[mine.tile(i), :, head], q_smem.at[slot], arrival(i))
-            plgpu.copy_gmem_to_smem(visible.at[mine.tile(i)], seen_smem.at[warpgroup, slot], arrival(i))
-
-        def attend(i, slot):
-            seen = seen_smem[warpgroup, slot] - part * plan.part
+        def attend(tile, slot):
+            seen = seen_smem[slot] - part * plan.part
 
             def step(j, state):
                 first = 0 if state is None else pl.multiple_of(j * plan.block, plan.block)
@@ -90,70 +95,43 @@ def forward(
                 return top, total, _product(plan, weight.astype(dtype), v_smem.at[here], sums)
 
             top, total, sums = jax.lax.fori_loop(1, plan.part // plan.block, step, step(0, None))
-            output[part, mine.tile(i), :, head] = sums / _columns(jnp.where(total > 0, total, 1.0), sums)
+            output[part, tile, :, head] = sums / _columns(jnp.where(total > 0, total, 1.0), sums)
             lse_smem[warpgroup] = (_finite(top) + jnp.log2(total)) / LOG2_E
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse.at[part, mine.tile(i), head])
+            plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse.at[part, tile, head])
 
-        _load_tables((key, k_smem), (value, v_smem), table_arrived, mine, plan)
-        _for_tiles(mine, plan, load, arrival, attend)
+        sources = lambda tile: (query.at[tile, :, head], visible.at[tile])  # noqa: E731
+        _for_tiles(begin, ((key, k_smem), (value, v_smem)), sources, targets, arrived, attend, plan)
 
-    call = plgpu.kernel(
+    in_slots = (plan.warpgroups, plan.slots, ROWS)
+    return _call(
         kernel,
-        out_type=(
-            jax.ShapeDtypeStruct((parts, *query.shape), jnp.float32),
-            jax.ShapeDtypeStruct((parts, tiles, heads, ROWS), jnp.float32),
-        ),
-        scratch_types=(
-            [_swizzled((plan.part, d), dtype)] * 2,
-            _swizzled((plan.warpgroups, plan.slots, ROWS, d), dtype),
-            [
-                plgpu.SMEM((plan.warpgroups, plan.slots, ROWS), jnp.int32),
-                plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32),
-            ],
-            [plgpu.Barrier(num_arrivals=2), plgpu.Barrier(num_arrivals=2, num_barriers=plan.warpgroups * plan.slots)],
-        ),
-        **_grid("block_sparse_attention_forward", plan, resource=resources, split=plan.splits, part=parts, head=heads),
+        "block_sparse_attention_forward",
+        plan,
+        (*rows, query, key, value),
+        [((parts, *query.shape), jnp.float32), ((parts, tiles, heads, ROWS), jnp.float32)],
+        [_swizzled((plan.part, d), dtype)] * 2,
+        [_swizzled((*in_slots, d), dtype), plgpu.SMEM(in_slots, jnp.int32)],
+        plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32),
+        [plgpu.Barrier(num_arrivals=2), plgpu.Barrier(num_arrivals=2, num_barriers=plan.warpgroups * plan.slots)],
+        axes={"resource": resources, "split": plan.splits, "part": parts, "head": heads},
     )
-    return call(*rows, query, key, value)
 
 
-def query_gradients(
-    query: Float[Array, "N t H d"],
-    key: Float[Array, "R m H d"],
-    value: Float[Array, "R m H d"],
-    d_output: Float[Array, "N t H d"],
-    shift: Float[Array, "N H t"],
-    delta: Float[Array, "N H t"],
-    rows: Rows,
-    plan: Plan,
-) -> tuple[Float[Array, "S N t H d"], Float[Array, "S N H t"]]:
+def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"], Float[Array, "S N H t"]]:
     """Gradients of every row's query (without the factor `scale`) and bias through each part of its resource.
 
-    With p = exp(scale q.k + shift) the gradient of a score is p (d output . v - delta). Rows of tiles past begin[R] are
-    not written.
+    Rows of tiles past begin[R] are not written.
     """
-    (tiles, _, heads, d), (resources, m) = query.shape, key.shape[:2]
-    dtype, parts = query.dtype, m // plan.part
+    (count, _, heads, d), (resources, m) = tiles.query.shape, tiles.key.shape[:2]
+    dtype, parts = tiles.query.dtype, m // plan.part
 
-    def kernel(begin, visible, query, key, value, d_output, shift, delta, d_query, d_bias, keys, queries, *more):
-        part, warpgroup, mine = jax.lax.axis_index("part"), jax.lax.axis_index("warpgroup"), _mine(begin, plan)
-        head, (statistics, bias_smem, (table_arrived, tile_arrived)) = jax.lax.axis_index("head"), more
-        (k_smem, v_smem), (q_smem, do_smem) = keys, (x.at[warpgroup] for x in queries)
-        seen_smem, shift_smem, delta_smem = (x.at[warpgroup] for x in statistics)
+    def kernel(begin, visible, query, key, value, d_output, shift, delta, d_query, d_bias, keys, rows, *more):
+        part, warpgroup, head = (jax.lax.axis_index(axis) for axis in ("part", "warpgroup", "head"))
+        (k_smem, v_smem), (bias_smem, arrived) = keys, more
+        q_smem, do_smem, seen_smem, shift_smem, delta_smem = targets = [x.at[warpgroup] for x in rows]
 
-        def arrival(i):
-            return tile_arrived.at[warpgroup * plan.slots + jax.lax.rem(i, plan.slots)]
-
-        def load(i):
-            slot, tile = jax.lax.rem(i, plan.slots), mine.tile(i)
-            plgpu.copy_gmem_to_smem(query.at[tile, :, head], q_smem.at[slot], arrival(i))
-            plgpu.copy_gmem_to_smem(d_output.at[tile, :, head], do_smem.at[slot], arrival(i))
-            plgpu.copy_gmem_to_smem(visible.at[tile], seen_smem.at[slot], arrival(i))
-            plgpu.copy_gmem_to_smem(shift.at[tile, head], shift_smem.at[slot], arrival(i))
-            plgpu.copy_gmem_to_smem(delta.at[tile, head], delta_smem.at[slot], arrival(i))
-
-        def differentiate(i, slot):
+        def differentiate(tile, slot):
             seen, shift = seen_smem[slot] - part * plan.part, shift_smem[slot] * LOG2_E
             delta = delta_smem[slot]
 
@@ -172,53 +150,39 @@ def query_gradients(
             d_q, d_b = jax.lax.fori_loop(0, plan.part // plan.block, step, nothing)
             q_smem[slot], bias_smem[warpgroup] = d_q.astype(dtype), d_b
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_smem.at[slot], d_query.at[part, mine.tile(i), :, head])
-            plgpu.copy_smem_to_gmem(bias_smem.at[warpgroup], d_bias.at[part, mine.tile(i), head])
+            plgpu.copy_smem_to_gmem(q_smem.at[slot], d_query.at[part, tile, :, head])
+            plgpu.copy_smem_to_gmem(bias_smem.at[warpgroup], d_bias.at[part, tile, head])
 
-        _load_tables((key, k_smem), (value, v_smem), table_arrived, mine, plan)
-        _for_tiles(mine, plan, load, arrival, differentiate)
+        sources = functools.partial(_rows, head, query, d_output, visible, shift, delta)
+        _for_tiles(begin, ((key, k_smem), (value, v_smem)), sources, targets, arrived, differentiate, plan)
 
-    in_slots = (plan.warpgroups, plan.slots, ROWS)
-    call = plgpu.kernel(
+    return _call(
         kernel,
-        out_type=(
-            jax.ShapeDtypeStruct((parts, *query.shape), dtype),
-            jax.ShapeDtypeStruct((parts, tiles, heads, ROWS), jnp.float32),
-        ),
-        scratch_types=(
-            [_swizzled((plan.part, d), dtype)] * 2,
-            [_swizzled((*in_slots, d), dtype)] * 2,
-            [plgpu.SMEM(in_slots, kind) for kind in (jnp.int32, jnp.float32, jnp.float32)],
-            plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32),
-            [plgpu.Barrier(num_arrivals=2), plgpu.Barrier(num_arrivals=5, num_barriers=plan.warpgroups * plan.slots)],
-        ),
-        **_grid("block_sparse_attention_d_query", plan, resource=resources, split=plan.splits, part=parts, head=heads),
+        "block_sparse_attention_d_query",
+        plan,
+        (*tiles.rows, *tiles[:-1]),
+        [((parts, *tiles.query.shape), dtype), ((parts, count, heads, ROWS), jnp.float32)],
+        [_swizzled((plan.part, d), dtype)] * 2,
+        _in_slots((plan.warpgroups, plan.slots, ROWS), d, dtype),
+        plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32),
+        [plgpu.Barrier(num_arrivals=2), plgpu.Barrier(num_arrivals=5, num_barriers=plan.warpgroups * plan.slots)],
+        axes={"resource": resources, "split": plan.splits, "part": parts, "head": heads},
     )
-    return call(*rows, query, key, value, d_output, shift, delta)
 
 
-def key_gradients(
-    query: Float[Array, "N t H d"],
-    key: Float[Array, "R m H d"],
-    value: Float[Array, "R m H d"],
-    d_output: Float[Array, "N t H d"],
-    shift: Float[Array, "N H t"],
-    delta: Float[Array, "N H t"],
-    rows: Rows,
-    plan: Plan,
-) -> tuple[Float[Array, "R m H d"], Float[Array, "R m H d"]]:
+def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Float[Array, "R m H d"]]:
     """Gradients of keys (without the factor `scale`) and values, in float32; see `query_gradients`.
 
     A warpgroup owns 64 keys and sums over all tiles of their resource, so that everything is transposed: keys are rows,
     queries are columns.
     """
-    heads, d, (resources, m) = *query.shape[2:], key.shape[:2]
-    dtype, part = query.dtype, plan.warpgroups * ROWS
+    (*_, heads, d), (resources, m) = tiles.query.shape, tiles.key.shape[:2]
+    dtype, part = tiles.query.dtype, plan.warpgroups * ROWS
 
-    def kernel(begin, visible, query, key, value, d_output, shift, delta, d_key, d_value, keys, queries, *more):
+    def kernel(begin, visible, query, key, value, d_output, shift, delta, d_key, d_value, keys, rows, *more):
         resource, head, warpgroup = (jax.lax.axis_index(axis) for axis in ("resource", "head", "warpgroup"))
-        (seen_smem, shift_smem, delta_smem), out_smem, (keys_arrived, arrived, consumed) = more
-        (k_smem, v_smem), (q_smem, do_smem) = (x.at[warpgroup] for x in keys), queries
+        out_smem, (keys_arrived, arrived, consumed) = more
+        (k_smem, v_smem), (q_smem, do_smem, seen_smem, shift_smem, delta_smem) = (x.at[warpgroup] for x in keys), rows
         first_key = jax.lax.axis_index("part") * part + warpgroup * ROWS
         mine, leads = (resource, pl.ds(first_key, ROWS), head), warpgroup == 0
         first_tile, count = begin[resource], begin[resource + 1] - begin[resource]
@@ -227,11 +191,8 @@ def key_gradients(
             slot, tile = jax.lax.rem(i, plan.slots), first_tile + i
             # Both warpgroups read the slot: it is free when both have said so.
             pl.when(i >= plan.slots)(lambda: plgpu.barrier_wait(consumed.at[slot]))
-            plgpu.copy_gmem_to_smem(query.at[tile, :, head], q_smem.at[slot], arrived.at[slot])
-            plgpu.copy_gmem_to_smem(d_output.at[tile, :, head], do_smem.at[slot], arrived.at[slot])
-            plgpu.copy_gmem_to_smem(visible.at[tile], seen_smem.at[slot], arrived.at[slot])
-            plgpu.copy_gmem_to_smem(shift.at[tile, head], shift_smem.at[slot], arrived.at[slot])
-            plgpu.copy_gmem_to_smem(delta.at[tile, head], delta_smem.at[slot], arrived.at[slot])
+            for source, target in zip(_rows(head, query, d_output, visible, shift, delta, tile), rows, strict=True):
+                plgpu.copy_gmem_to_smem(source, target.at[slot], arrived.at[slot])
 
         def step(i, state):
             d_key, d_value = state
@@ -269,35 +230,53 @@ def key_gradients(
             plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], target.at[mine])
             plgpu.wait_smem_to_gmem(0)
 
-    call = plgpu.kernel(
+    return _call(
         kernel,
-        out_type=(jax.ShapeDtypeStruct(key.shape, jnp.float32),) * 2,
-        scratch_types=(
-            [_swizzled((plan.warpgroups, ROWS, d), dtype)] * 2,
-            [_swizzled((plan.slots, ROWS, d), dtype)] * 2,
-            [plgpu.SMEM((plan.slots, ROWS), kind) for kind in (jnp.int32, jnp.float32, jnp.float32)],
-            _swizzled((plan.warpgroups, ROWS, d), jnp.float32),
-            [
-                plgpu.Barrier(num_arrivals=2, num_barriers=plan.warpgroups),
-                plgpu.Barrier(num_arrivals=5, num_barriers=plan.slots),
-                plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.slots),
-            ],
-        ),
-        **_grid("block_sparse_attention_d_key", plan, resource=resources, part=m // part, head=heads),
+        "block_sparse_attention_d_key",
+        plan,
+        (*tiles.rows, *tiles[:-1]),
+        [(tiles.key.shape, jnp.float32)] * 2,
+        [_swizzled((plan.warpgroups, ROWS, d), dtype)] * 2,
+        _in_slots((plan.slots, ROWS), d, dtype),
+        _swizzled((plan.warpgroups, ROWS, d), jnp.float32),
+        [
+            plgpu.Barrier(num_arrivals=2, num_barriers=plan.warpgroups),
+            plgpu.Barrier(num_arrivals=5, num_barriers=plan.slots),
+            plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.slots),
+        ],
+        axes={"resource": resources, "part": m // part, "head": heads},
     )
-    return call(*rows, query, key, value, d_output, shift, delta)
 
 
-def _grid(name: str, plan: Plan, **axes: int) -> dict:
+def _call(kernel, name: str, plan: Plan, arrays, results, *scratch, axes: dict[str, int]):
     """The last axis runs fastest: the heads of a tile are neighbours in memory."""
-    return {
-        "grid": tuple(axes.values()),
-        "grid_names": tuple(axes),
-        "num_threads": plan.warpgroups,
-        "thread_name": "warpgroup",
-        "kernel_name": name,
-        "compiler_params": plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    }
+    run = plgpu.kernel(
+        kernel,
+        out_type=tuple(jax.ShapeDtypeStruct(*result) for result in results),
+        scratch_types=scratch,
+        grid=tuple(axes.values()),
+        grid_names=tuple(axes),
+        num_threads=plan.warpgroups,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    return run(*arrays)
+
+
+def _in_slots(slots: tuple[int, ...], d: int, dtype: DTypeLike) -> list:
+    """Room for what `_rows` names."""
+    return [_swizzled((*slots, d), dtype)] * 2 + [plgpu.SMEM(slots, kind) for kind in (jnp.int32, *[jnp.float32] * 2)]
+
+
+def _rows(head, query, d_output, visible, shift, delta, tile):
+    return (
+        query.at[tile, :, head],
+        d_output.at[tile, :, head],
+        visible.at[tile],
+        shift.at[tile, head],
+        delta.at[tile, head],
+    )
 
 
 def _swizzled(shape: tuple[int, ...], dtype: DTypeLike):
@@ -344,53 +323,49 @@ def _finite(x):
     return jnp.where(x > -jnp.inf, x, 0.0)
 
 
-class _Mine(NamedTuple):
-    """The tiles of one warpgroup: every `step`-th from `first`."""
+def _for_tiles(begin, tables, sources, targets, arrived, work, plan: Plan) -> None:
+    """work(tile, slot) on every tile of a warpgroup, loading ahead as far as there are slots.
 
-    first: Array
-    count: Array
-    step: int
-    some: Array  # whether this block of threads has any
+    Keys and values of this part are loaded by one warpgroup; both wait for them. `work` ends with its copies out under
+    way.
 
-    def tile(self, i):
-        return self.first + i * self.step
-
-
-def _mine(begin, plan: Plan) -> _Mine:
-    resource, split = jax.lax.axis_index("resource"), jax.lax.axis_index("split")
-    step = plan.warpgroups * plan.splits
+    Args:
+      tables: where keys and values are, and where they go.
+      sources: a tile's number -> where its rows are. targets: where they go, a slot each.
+    """
+    axes = "resource", "split", "part", "head", "warpgroup"
+    resource, split, part, head, warpgroup = (jax.lax.axis_index(axis) for axis in axes)
+    table_arrived, tile_arrived = arrived
+    # Every `step`-th tile from the first; the block of threads has some if its first warpgroup has.
+    step, end = plan.warpgroups * plan.splits, begin[resource + 1]
     leader = begin[resource] + plan.warpgroups * split
-    first = leader + jax.lax.axis_index("warpgroup")
-    end = begin[resource + 1]
-    count = jax.lax.div(jnp.maximum(end - first, 0) + (step - 1), step)
-    return _Mine(first, count, step, leader < end)
+    first, some = leader + warpgroup, leader < end
+    number = jax.lax.div(jnp.maximum(end - first, 0) + (step - 1), step)
 
+    def arrival(i):
+        return tile_arrived.at[warpgroup * plan.slots + jax.lax.rem(i, plan.slots)]
 
-def _load_tables(key, value, arrived, mine: _Mine, plan: Plan) -> None:
-    """Keys and values of this part, by one warpgroup; both wait for them."""
-    resource, head, part = (jax.lax.axis_index(axis) for axis in ("resource", "head", "part"))
+    def load(i):
+        slot = jax.lax.rem(i, plan.slots)
+        for source, target in zip(sources(first + i * step), targets, strict=True):
+            plgpu.copy_gmem_to_smem(source, target.at[slot], arrival(i))
 
-    @pl.when(mine.some & (jax.lax.axis_index("warpgroup") == 0))
+    @pl.when(some & (warpgroup == 0))
     def _():
-        for source, target in (key, value):
-            plgpu.copy_gmem_to_smem(source.at[resource, pl.ds(part * plan.part, plan.part), head], target, arrived)
+        for source, target in tables:
+            here = source.at[resource, pl.ds(part * plan.part, plan.part), head]
+            plgpu.copy_gmem_to_smem(here, target, table_arrived)
 
-    @pl.when(mine.some)
-    def _():
-        plgpu.barrier_wait(arrived)
-
-
-def _for_tiles(mine: _Mine, plan: Plan, load, arrival, work) -> None:
-    """work(i, slot) on every tile, loading ahead as far as there are slots; work ends with its copies out under way."""
+    pl.when(some)(lambda: plgpu.barrier_wait(table_arrived))
     for i in range(plan.slots - 1):
-        pl.when(i < mine.count)(functools.partial(load, jnp.int32(i)))
+        pl.when(i < number)(functools.partial(load, jnp.int32(i)))
 
-    @pl.loop(0, mine.count)
+    @pl.loop(0, number)
     def _(i):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left the slot that is loaded next
-        pl.when(i + plan.slots - 1 < mine.count)(lambda: load(i + plan.slots - 1))
+        pl.when(i + plan.slots - 1 < number)(lambda: load(i + plan.slots - 1))
         slot = jax.lax.rem(i, plan.slots)
         plgpu.barrier_wait(arrival(i))
-        work(i, slot)
+        work(first + i * step, slot)
 
     plgpu.wait_smem_to_gmem(0)

@@ -14,14 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels.block_sparse_attention import operation
 from pallas_kernels.block_sparse_attention import tables as tables_lib
 from pallas_kernels.block_sparse_attention.gpu import elsewhere, kernels
 from pallas_kernels.block_sparse_attention.gpu.kernels import ROWS, Plan, Rows
-from pallas_kernels.block_sparse_attention.operation import Cotangents, Gradients, Inputs, Partial, Problem
 from pallas_kernels.block_sparse_attention.tables import Tables
-from pallas_kernels.block_sparse_attention.tile import finite, head_major
-from pallas_kernels.block_sparse_attention.types import Pairs
+from pallas_kernels.block_sparse_attention.tile import finite
+from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem
+from pallas_kernels.varying import varying
 
 TYPES = (jnp.bfloat16, jnp.float16)
 TABLE_BYTES = 128 * 1024  # of shared memory, for the keys and values of one resource and head
@@ -39,15 +38,12 @@ class Path(NamedTuple):
 
     def tables(self, pairs: Pairs) -> Tables:
         """Tiles of as many rows as a warpgroup multiplies."""
-        problem = self.problem
-        return tables_lib.build(
-            pairs.resource, pairs.count, num_resources=problem.resources, max_pairs=problem.max_pairs, tile=ROWS
-        )
+        return tables_lib.build(pairs.resource, pairs.count, self.problem.resources, self.problem.max_pairs, ROWS)
 
     def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
         """Every pair on its own, then one distribution per token."""
         tiles = _tiles(self, inputs.pairs, tables)
-        arrays = _queries(self, inputs, tiles), *_resources(self, inputs), tiles.rows
+        arrays = *_arrays(self, inputs, tiles), tiles.rows
         output_SNtHd, lse_SNHt = _run(kernels.forward, elsewhere.forward, self.forward_plan, *arrays)
         output_TKSHd = _to_slots(output_SNtHd[..., : self.problem.d], tiles)
         lse_TKSH = _to_slots(lse_SNHt.swapaxes(2, 3), tiles, fill=-jnp.inf) + tiles.bias_TK[..., None, None]
@@ -63,13 +59,11 @@ class Path(NamedTuple):
         """Scores once more for the queries, and once more, transposed, for the keys."""
         problem, tiles = self.problem, _tiles(self, inputs.pairs, tables)
         d_output = _padded(self, cotangents.output.astype(problem.dtype).at[tiles.token].get(mode="clip"))
-        lse, delta = (head_major(x.at[tiles.token].get(mode="clip")) for x in (cotangents.lse, cotangents.delta))
-        arrays = _queries(self, inputs, tiles), *_resources(self, inputs), d_output, tiles.bias - lse, delta, tiles.rows
-        d_query_SNtHd, d_bias_SNHt = _run(kernels.query_gradients, elsewhere.query_gradients, self.query_plan, *arrays)
-        d_key, d_value = (
-            x[:, : problem.m, :, : problem.d]
-            for x in _run(kernels.key_gradients, elsewhere.key_gradients, self.key_plan, *arrays)
-        )
+        lse, delta = (x.at[tiles.token].get(mode="clip").swapaxes(1, 2) for x in cotangents[1:])
+        given = kernels.Tiles(*_arrays(self, inputs, tiles), d_output, tiles.bias - lse, delta, tiles.rows)
+        d_query_SNtHd, d_bias_SNHt = _run(kernels.query_gradients, elsewhere.query_gradients, self.query_plan, given)
+        d_tables = _run(kernels.key_gradients, elsewhere.key_gradients, self.key_plan, given)
+        d_key, d_value = (x[:, : problem.m, :, : problem.d] for x in d_tables)
 
         d_query_TKSHd = _to_slots(d_query_SNtHd[..., : problem.d], tiles).astype(jnp.float32)
         expert = tiles.expert_TK[..., None, None, None]
@@ -108,9 +102,6 @@ def plan(problem: Problem) -> Path:
     )
 
 
-attend = functools.partial(operation.attend, plan)
-
-
 class _Tiles(NamedTuple):
     """What the rows of all tiles are, and where every slot's row is."""
 
@@ -126,19 +117,14 @@ class _Tiles(NamedTuple):
 
 def _tiles(path: Path, pairs: Pairs, tables: Tables) -> _Tiles:
     pair, numbering, problem = tables.pair, tables.numbering, path.problem
-
-    def rows(x_TK, fill):
-        return tables_lib.from_slots(x_TK, numbering, fill=fill).at[pair].get(mode="fill", fill_value=fill)
-
-    row_Nt = jnp.arange(pair.size, dtype=jnp.int32).reshape(pair.shape)
-    row_P = jnp.zeros_like(numbering.token).at[pair].set(row_Nt, mode="drop", unique_indices=True)
+    row_P = tables_lib.rows_to_pairs(jnp.arange(pair.size, dtype=jnp.int32).reshape(pair.shape), tables)
     used_TK = jnp.arange(problem.slots) < numbering.count[:, None]
     bias = pairs.bias.astype(jnp.float32)
     return _Tiles(
-        rows=Rows(tables.begin, rows(pairs.visible, 0)),
+        rows=Rows(tables.begin, tables_lib.slots_to_rows(pairs.visible, tables, 0)[:, 0]),
         token=numbering.token.at[pair].get(mode="fill", fill_value=problem.tokens),
         expert=tables.resource[:, None] >= problem.num_context,
-        bias=rows(bias, -jnp.inf)[:, None],
+        bias=tables_lib.slots_to_rows(bias, tables, -jnp.inf),
         row_TK=tables_lib.to_slots(row_P, numbering, problem.slots),
         used_TK=used_TK,
         expert_TK=pairs.resource >= problem.num_context,
@@ -146,26 +132,22 @@ def _tiles(path: Path, pairs: Pairs, tables: Tables) -> _Tiles:
     )
 
 
-def _queries(path: Path, inputs: Inputs, tiles: _Tiles) -> Float[Array, "N t H D"]:
-    """The rotated queries in the tiles of the context, the others in those of the experts."""
+def _arrays(path: Path, inputs: Inputs, tiles: _Tiles) -> tuple[Array, Array, Array]:
+    """Queries [N, t, H, D]: rotated in the tiles of the context, the others in those of the experts. Keys and values
+    [R, M, H, D] in whole blocks of keys; no row sees the padding."""
     # A row that is not wanted is read from token 0: always the same, and so from the cache.
     token, expert = tiles.token, tiles.expert
     rotated = inputs.query.at[jnp.where(expert, 0, token)].get(mode="clip")
     other = inputs.query_expert.at[jnp.where(expert, token, 0)].get(mode="clip")
-    return _padded(path, jnp.where(expert[..., None, None], other, rotated))
+    query, more = jnp.where(expert[..., None, None], other, rotated), -path.problem.m % ROWS
+    return _padded(path, query), _padded(path, inputs.key, more), _padded(path, inputs.value, more)
 
 
-def _resources(path: Path, inputs: Inputs) -> tuple[Float[Array, "R M H D"], Float[Array, "R M H D"]]:
-    """Keys and values, padded to whole blocks of keys; no row sees the padding."""
-    padding = (0, 0), (0, -inputs.key.shape[1] % ROWS), (0, 0), (0, 0)
-    return tuple(_padded(path, jnp.pad(x, padding)) for x in (inputs.key, inputs.value))
+def _padded(path: Path, x: Float[Array, "B j H d"], more: int = 0) -> Float[Array, "B J H D"]:
+    return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, path.head_size - path.problem.d)))
 
 
-def _padded(path: Path, x: Float[Array, "*B H d"]) -> Float[Array, "*B H D"]:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, path.head_size - path.problem.d)])
-
-
-def _to_slots(x: Shaped[Array, "S N t *U"], tiles: _Tiles, fill: float = 0.0) -> Shaped[Array, "T K S *U"]:
+def _to_slots(x: Shaped[Array, "S N t *U"], tiles: _Tiles, fill: int | float = 0.0) -> Shaped[Array, "T K S *U"]:
     """The row of every slot. XLA gathers inside the sum that follows: nothing of this size is stored."""
     parts, _, _, *rest = x.shape
     x = x.reshape(parts, -1, *rest).at[:, tiles.row_TK].get(mode="clip")
@@ -176,15 +158,12 @@ def _to_slots(x: Shaped[Array, "S N t *U"], tiles: _Tiles, fill: float = 0.0) ->
 
 def _run(kernel: Callable, same: Callable, plan: Plan, *arrays):
     """The kernel on a GPU, the same in XLA elsewhere."""
-    if arrays[0].dtype not in TYPES:  # `plan` has refused it where there is a GPU
+    first = jax.tree.leaves(arrays)[0]
+    if first.dtype not in TYPES:  # `plan` has refused it where there is a GPU
         return same(*arrays, plan=plan)
 
     def cuda(*arrays):
         # Inside shard_map results vary over the axes of the mesh over which arguments do; Mosaic GPU does not say so.
-        results = kernel(*arrays, plan=plan)
-        varying = jax.typeof(arrays[0]).manual_axis_type.varying
-        return tuple(
-            jax.lax.pcast(x, tuple(varying - jax.typeof(x).manual_axis_type.varying), to="varying") for x in results
-        )
+        return varying(kernel(*arrays, plan=plan), jax.typeof(first).manual_axis_type.varying)
 
     return jax.lax.platform_dependent(*arrays, cuda=cuda, default=functools.partial(same, plan=plan))

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention.paged import tpu, xla
-from pallas_kernels.block_sparse_attention.paged.types import Slots
+from pallas_kernels.block_sparse_attention.types import Cache, Slots
 
 IMPLEMENTATIONS = {"xla": xla.attend, "pallas_tpu": tpu.attend}
 
@@ -46,5 +46,5 @@ def paged_attention(
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(IMPLEMENTATIONS))}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    pages, experts = (page_key, page_value), (expert_key, expert_value)
-    return IMPLEMENTATIONS[name](query, query_expert, *pages, *experts, slots, norm=norm_expert_key, scale=scale)
+    cache = Cache(page_key, page_value, expert_key, expert_value)
+    return IMPLEMENTATIONS[name](query, query_expert, cache, slots, norm_expert_key, scale)

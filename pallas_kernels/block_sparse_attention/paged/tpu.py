@@ -23,8 +23,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.block_sparse_attention.paged.types import Slots
-from pallas_kernels.tpu import F32, LANES, ROWS, compiled_or_interpreted, dot, round_up
+from pallas_kernels.block_sparse_attention.types import Cache, Slots
+from pallas_kernels.tpu import F32, LANES, ROWS, call, compiled_or_interpreted, dot, round_up
 from pallas_kernels.varying import equally_varying
 
 VMEM_SLACK = 4 * 2**20  # what the compiler wants beside the buffers
@@ -34,7 +34,7 @@ class Sequences(NamedTuple):
     """What scalar memory holds for all sequences at once."""
 
     first: Int[Array, "b"]  # resource of the first slot
-    count: Int[Array, "b"]
+    number: Int[Array, "b"]  # of slots
     before: Int[Array, "b"]  # slots of all sequences before
     following: Int[Array, "b+1"]  # the first sequence from here on that has slots; b: there is none
 
@@ -46,16 +46,6 @@ class Ranges(NamedTuple):
     bias: Float[Array, "b 1 K"]
     begin: Int[Array, "b 1 K"]
     end: Int[Array, "b 1 K"]
-
-
-class Tables(NamedTuple):
-    """Keys and values in main memory; or where they arrive, two buffers for each. Experts may have a type of their own:
-    from their buffers they go on to those of pages."""
-
-    page_key: Float[Array, "pages m D"]
-    page_value: Float[Array, "pages m D"]
-    expert_key: Float[Array, "E m D"]
-    expert_value: Float[Array, "E m D"]
 
 
 class Static(NamedTuple):
@@ -70,55 +60,38 @@ class Static(NamedTuple):
 def attend(
     query: Float[Array, "b H d"],
     query_expert: Float[Array, "b H d"],
-    page_key: Float[Array, "b l m H d"],
-    page_value: Float[Array, "b l m H d"],
-    expert_key: Float[Array, "E m H d"],
-    expert_value: Float[Array, "E m H d"],
+    cache: Cache,
     slots: Slots,
-    *,
     norm: Callable[[Array], Array],
     scale: float,
 ) -> tuple[Float[Array, "b H d"], Float[Array, "b H"]]:
     """See `interface.paged_attention`."""
-    (rows, heads, d), (num_pages, m) = query.shape, page_key.shape[1:3]
+    (rows, heads, d), (num_pages, m) = query.shape, cache.page_key.shape[1:3]
     if slots.resource.shape[1] == 0:  # nobody has any; no shape is zero
-        slots = Slots(*(jnp.zeros_like(x, shape=(rows, 1)) for x in slots[:4]), slots.count)
-    if len(expert_key) == 0:
-        expert_key, expert_value = (jnp.zeros_like(x, shape=(1, m, heads, d)) for x in (expert_key, expert_value))
+        slots = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(rows, 1)), slots)._replace(count=slots.count)
+    if len(cache.expert_key) == 0:
+        none = jnp.zeros_like(cache.expert_key, shape=(1, m, heads, d))
+        cache = cache._replace(expert_key=none, expert_value=none)
     queries = jnp.stack([query, query_expert], axis=1).reshape(rows, 2, heads * d)
-    tables = Tables(*(x.reshape(-1, m, heads * d) for x in (page_key, page_value, expert_key, expert_value)))
+    tables = jax.tree.map(lambda x: x.reshape(-1, m, heads * d), cache)
     ranges = Ranges(*(x[:, None] for x in slots[:4]))
     normed = jax.make_jaxpr(norm)(jax.ShapeDtypeStruct((m, d), query.dtype))
     # Blocks have two axes at least.
     consts = [x.reshape((1,) * (2 - x.ndim) + x.shape) for x in normed.consts]
-    run = functools.partial(call, static=Static(heads, num_pages, scale, normed.jaxpr))
-    arrays = equally_varying((_sequences(slots), ranges, queries, tables, consts))
-    output, lse = compiled_or_interpreted(run, *arrays)
+    some = jnp.where(slots.count > 0, jnp.arange(rows), rows)
+    following = jnp.append(jax.lax.cummin(some, reverse=True), rows)
+    before = jnp.cumsum(slots.count) - slots.count
+    sequences = Sequences(slots.resource[:, 0], slots.count, before, following)
+    arrays = equally_varying((sequences, ranges, queries, tables, consts))
+    output, lse = compiled_or_interpreted(run, *arrays, static=Static(heads, num_pages, scale, normed.jaxpr))
     return output.reshape(query.shape), lse[:, :heads, 0]
 
 
-def _sequences(slots: Slots) -> Sequences:
-    rows = len(slots.count)
-    some = jnp.where(slots.count > 0, jnp.arange(rows), rows)
-    following = jnp.append(jax.lax.cummin(some, reverse=True), rows)
-    return Sequences(slots.resource[:, 0], slots.count, jnp.cumsum(slots.count) - slots.count, following)
-
-
-def _each_copy(tables: Tables, buffers: Tables, semaphores, buffer, page, expert, is_expert, apply: Callable) -> None:
-    """Applies `apply` to the copies of a page's, or of an expert's, keys and values to their buffers."""
-
-    def both(first: int, index):
-        for which, (table, into) in enumerate(zip(tables[first:][:2], buffers[first:][:2], strict=True)):
-            apply(pltpu.make_async_copy(table.at[index], into.at[buffer], semaphores.at[buffer, which]))
-
-    pl.when(jnp.logical_not(is_expert))(lambda: both(0, page))
-    pl.when(is_expert)(lambda: both(2, expert))
-
-
-def _norm_expert(buffers: Tables, buffer, consts: list, static: Static) -> None:
+def _norm_expert(buffers: Cache, buffer, consts: list, static: Static) -> None:
     """An expert that has arrived becomes a page in all but name."""
     dtype, d = buffers.page_key.dtype, buffers.page_key.shape[2] // static.heads
-    consts = [ref[...].reshape(var.aval.shape) for ref, var in zip(consts, static.norm.constvars, strict=True)]
+    shapes = [var.aval.shape for var in static.norm.constvars]  # type: ignore[attr-defined]
+    consts = [ref[...].reshape(shape) for ref, shape in zip(consts, shapes, strict=True)]
     norm = jaxpr_as_fun(ClosedJaxpr(static.norm, consts))
     for h in range(static.heads):
         lanes = pl.ds(h * d, d)
@@ -127,18 +100,26 @@ def _norm_expert(buffers: Tables, buffer, consts: list, static: Static) -> None:
 
 
 def _kernel(
-    sequences: Sequences, ranges: Ranges, queries, tables: Tables, consts: list,  # in
+    sequences: Sequences, ranges: Ranges, queries, tables: Cache, consts: list,  # in
     output_ref, lse_ref,  # out
-    sums, buffers: Tables, semaphores,  # scratch
+    sums, buffers: Cache, semaphores,  # scratch
     *, static: Static,
 ):  # fmt: skip
     i, sequence_count = pl.program_id(0), pl.num_programs(0)
-    count, dtype, (h, width) = sequences.count[i], queries.dtype, sums.shape
+    count, dtype, (h, width) = sequences.number[i], queries.dtype, sums.shape
     d, m = width // static.heads, buffers.page_key.shape[1]
 
-    def each_copy(sequence, resource, buffer, apply):
+    def each_copy(sequence, resource, buffer, apply: Callable):
+        """Applies `apply` to the copies of a page's, or of an expert's, keys and values to their buffers."""
         page, expert = sequence * static.num_pages + resource, resource - static.num_pages
-        _each_copy(tables, buffers, semaphores, buffer, page, expert, expert >= 0, apply)
+
+        def both(first: int, index):
+            for which, (table, into) in enumerate(zip(tables[first:][:2], buffers[first:][:2], strict=True)):
+                apply(pltpu.make_async_copy(table.at[index], into.at[buffer], semaphores.at[buffer, which]))
+
+        is_expert = expert >= 0
+        pl.when(jnp.logical_not(is_expert))(lambda: both(0, page))
+        pl.when(is_expert)(lambda: both(2, expert))
 
     def fetch(sequence, resource, buffer):
         pl.when(sequence < sequence_count)(lambda: each_copy(sequence, resource, buffer, lambda copy: copy.start()))
@@ -187,11 +168,11 @@ def _kernel(
     output_ref[0] = jnp.sum(output, axis=0, keepdims=True).astype(dtype)
 
 
-def call(
+def run(
     sequences: Sequences,
     ranges: Ranges,
     queries: Float[Array, "b 2 D"],
-    tables: Tables,
+    tables: Cache,
     consts: list,
     *,
     static: Static,
@@ -203,48 +184,33 @@ def call(
       consts: what `static.norm` closes over.
     """
     (rows, _, width), m, slots = queries.shape, tables.page_key.shape[1], ranges.bias.shape[2]
-    h = round_up(static.heads, ROWS)
-    # Inside shard_map a kernel must say over which axes of the mesh its results vary: over those of its arguments.
-    out = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(queries).manual_axis_type)
+    h, dtype = round_up(static.heads, ROWS), queries.dtype
 
     def a_sequence(*shape: int, memory: pltpu.MemorySpace = pltpu.VMEM) -> pl.BlockSpec:
         return pl.BlockSpec((1, *shape), lambda i, *_: (i, 0, 0), memory_space=memory)
 
-    grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1,
-        grid=(rows,),
-        in_specs=[
-            Ranges(*[a_sequence(1, slots, memory=pltpu.SMEM)] * len(ranges)),
-            a_sequence(2, width),
-            Tables(*[pl.BlockSpec(memory_space=pl.ANY)] * len(tables)),
-            [pl.BlockSpec(x.shape, lambda *_, n=x.ndim: (0,) * n) for x in consts],
+    in_smem, anywhere = a_sequence(1, slots, memory=pltpu.SMEM), pl.BlockSpec(memory_space=pl.ANY)
+    arrivals = [pltpu.VMEM((2, m, width), kind) for kind in (dtype, dtype, *(x.dtype for x in tables[2:]))]
+    pairs = rows * slots * m
+    return call(
+        functools.partial(_kernel, static=static),
+        "paged_attention",
+        (rows,),
+        (sequences,),
+        [
+            (jax.tree.map(lambda _: in_smem, ranges), ranges),
+            (a_sequence(2, width), queries),
+            (jax.tree.map(lambda _: anywhere, tables), tables),
+            ([pl.BlockSpec(x.shape, lambda *_, n=x.ndim: (0,) * n) for x in consts], consts),
         ],
-        out_specs=[a_sequence(1, width), a_sequence(h, LANES)],
-        scratch_shapes=[
-            pltpu.VMEM((h, width), F32),
-            Tables(
-                *(pltpu.VMEM((2, m, width), kind) for kind in (queries.dtype,) * 2 + tuple(x.dtype for x in tables[2:]))
-            ),
-            pltpu.SemaphoreType.DMA((2, 2)),
-        ],
-    )
-    itemsize, pairs = queries.dtype.itemsize, rows * slots * m
-    buffers = 4 * m * width * (itemsize + tables.expert_key.dtype.itemsize)
-    return tuple(
-        pl.pallas_call(
-            functools.partial(_kernel, static=static),
-            grid_spec=grid,
-            out_shape=[out((rows, 1, width), queries.dtype), out((rows, h, LANES), F32)],
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("arbitrary",),  # copies run ahead from one sequence into the next
-                vmem_limit_bytes=buffers + VMEM_SLACK,
-            ),
-            cost_estimate=pl.CostEstimate(  # at most, and as if all were pages
-                flops=4 * pairs * width * h,
-                bytes_accessed=(2 * pairs * width + 3 * rows * width) * itemsize,
-                transcendentals=pairs * h,
-            ),
-            interpret=interpret,
-            name="paged_attention",
-        )(sequences, ranges, queries, tables, consts)
+        [(a_sequence(1, width), (rows, 1, width), dtype), (a_sequence(h, LANES), (rows, h, LANES), F32)],
+        scratch=[pltpu.VMEM((h, width), F32), Cache._make(arrivals), pltpu.SemaphoreType.DMA((2, 2))],
+        semantics=("arbitrary",),  # copies run ahead from one sequence into the next
+        vmem_bytes=4 * m * width * (dtype.itemsize + tables.expert_key.dtype.itemsize) + VMEM_SLACK,
+        cost=pl.CostEstimate(  # at most, and as if all were pages
+            flops=4 * pairs * width * h,
+            bytes_accessed=(2 * pairs * width + 3 * rows * width) * dtype.itemsize,
+            transcendentals=pairs * h,
+        ),
+        interpret=interpret,
     )

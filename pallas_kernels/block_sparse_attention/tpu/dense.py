@@ -11,21 +11,18 @@ B blocks, n resources a block, S keys of all blocks, G head groups, h heads a gr
 t tokens a tile.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels.block_sparse_attention import operation
-from pallas_kernels.block_sparse_attention.operation import Cotangents, Gradients, Inputs, Partial, Problem
 from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.tpu import dense_kernels
 from pallas_kernels.block_sparse_attention.tpu import window as tpu_window
-from pallas_kernels.block_sparse_attention.tpu.dense_kernels import Layout, Rows, Steps
-from pallas_kernels.block_sparse_attention.tpu.lanes import group_heads, pad_rows, side_by_side, to_stats
-from pallas_kernels.block_sparse_attention.types import Pairs
+from pallas_kernels.block_sparse_attention.tpu.dense_kernels import Arrays, Layout, Steps
+from pallas_kernels.block_sparse_attention.tpu.lanes import from_lanes, group_heads, pad_rows, to_lanes, to_stats
+from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem
 from pallas_kernels.tpu import LANES, compiled_or_interpreted, round_up
 
 SUBLANES = 16  # rows of a register of bfloat16; float32 has half as many
@@ -49,6 +46,10 @@ class Path(NamedTuple):
     problem: Problem
     layout: Layout
 
+    @property
+    def _tokens(self) -> int:
+        return self.layout.tiles * self.layout.tile  # padded to whole tiles
+
     def tables(self, pairs: Pairs) -> Tables:
         """Pairs past the bound are not chosen."""
         problem, layout = self.problem, self.layout
@@ -57,7 +58,7 @@ class Path(NamedTuple):
         padding = jnp.where(pairs.resource < problem.num_context, 0, -problem.num_context % layout.block)
         chosen = jnp.where(used, pairs.resource + padding, -1)
         block = jnp.where(used, chosen // layout.block, -1)
-        block = pad_rows(block, layout.tiles * layout.tile, fill=-1).reshape(layout.tiles, -1)
+        block = pad_rows(block, self._tokens, fill=-1).reshape(layout.tiles, -1)
         wanted = (jnp.arange(sum(layout.blocks))[:, None, None] == block).any(2)
         by_block, by_tile = _places(wanted), _places(wanted.T)
         return Tables(chosen, Steps(*by_tile), Steps(by_block[1], by_block[0], by_block[2]))
@@ -65,45 +66,47 @@ class Path(NamedTuple):
     def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
         """The sums of a tile begin as the window's."""
         layout, (tokens, heads, d) = self.layout, inputs.query.shape
-        state = self._lanes(start.output), to_stats(start.lse, layout, fill=-jnp.inf)
-        output, lse, pair_lse = self._run(dense_kernels.forward, *self._arrays(inputs, tables), *state, tables.by_tile)
-        output = output[:tokens].reshape(tokens, -1, layout.d)[:, :heads, :d]
-        whole = Partial(output, lse.reshape(-1, lse.shape[-1])[:heads, :tokens].T)
+        state = self._lanes(start.output), to_stats(start.lse, layout, self._tokens, fill=-jnp.inf)
+        output, lse, pair_lse = self._run(dense_kernels.forward, self._arrays(inputs, tables), *state, tables.by_tile)
+        whole = Partial(
+            from_lanes(output[:tokens], layout, heads, d), lse.reshape(-1, lse.shape[-1])[:heads, :tokens].T
+        )
         return whole, _to_slots(self._mass(pair_lse, lse), tables.chosen)
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
         """One pass: the gradients of all queries stay in fast memory."""
         layout, (tokens, heads, d) = self.layout, inputs.query.shape
-        given = self._lanes(cotangents.output), *(to_stats(x, layout, fill=0.0) for x in cotangents[1:])
+        given = self._lanes(cotangents.output), *(to_stats(x, layout, self._tokens, fill=0.0) for x in cotangents[1:])
         d_query, d_key, d_value, d_rows = self._run(
-            dense_kernels.backward, *self._arrays(inputs, tables), *given, tables.by_block
+            dense_kernels.backward, self._arrays(inputs, tables), *given, tables.by_block
         )
-        d_query = d_query.reshape(2, layout.tiles * layout.tile, -1, layout.d)[:, :tokens, :heads, :d]
+        d_query = from_lanes(d_query.reshape(2, self._tokens, -1)[:, :tokens], layout, heads, d)
         d_queries = (x if blocks else jnp.zeros_like(x) for x, blocks in zip(d_query, layout.blocks, strict=True))
         d_bias = _to_slots(d_rows.sum(0).reshape(-1, d_rows.shape[-1]), tables.chosen)
-        routed = Gradients(*d_queries, self._resources(d_key), self._resources(d_value), d_bias)
+        routed = Gradients._make((*d_queries, self._resources(d_key), self._resources(d_value), d_bias))
         return jax.tree.map(jnp.add, start, routed)
 
-    def _arrays(self, inputs: Inputs, tables: Tables) -> tuple[Rows, Array, Array, Array]:
-        """Rows, queries, keys and values as both kernels want them."""
-        pairs, layout, tokens = inputs.pairs, self.layout, self.layout.tiles * self.layout.tile
+    def _arrays(self, inputs: Inputs, tables: Tables) -> Arrays:
+        pairs, layout = inputs.pairs, self.layout
 
         def row(x: Shaped[Array, "T K"]) -> Shaped[Array, "B n W"]:
-            x = _from_slots(x, tables.chosen, sum(layout.blocks) * layout.block)
-            return pad_rows(x.T, tokens).T.reshape(-1, layout.block, tokens)
+            # Compared, not scattered: a few operations a pair. 0 where a token did not choose the row.
+            number = jnp.arange(sum(layout.blocks) * layout.block, dtype=jnp.int32)
+            x = jnp.where(number[:, None, None] == tables.chosen.T, x.T, 0).sum(1)
+            return pad_rows(x.T, self._tokens).T.reshape(-1, layout.block, self._tokens)
 
-        rows = Rows(row(pairs.bias.astype(jnp.float32)), row(jnp.clip(pairs.visible, 0, self.problem.m)))
+        rows = row(pairs.bias.astype(jnp.float32)), row(jnp.clip(pairs.visible, 0, self.problem.m))
         query = jnp.stack([self._lanes(x) for x in (inputs.query, inputs.query_expert)])
-        return rows, query, self._table(inputs.key), self._table(inputs.value)
+        return Arrays(*rows, query, self._table(inputs.key), self._table(inputs.value))
 
     def _lanes(self, x: Shaped[Array, "T H d"]) -> Shaped[Array, "W E"]:
         """Heads side by side, for every token."""
-        return pad_rows(side_by_side(x, self.layout), self.layout.tiles * self.layout.tile)
+        return pad_rows(to_lanes(x, self.layout), self._tokens)
 
     def _table(self, x: Shaped[Array, "R m H d"]) -> Shaped[Array, "S E"]:
         """Heads side by side, for every key of every row; nothing moves where nothing is padded."""
         layout, context = self.layout, self.problem.num_context
-        x = jnp.pad(side_by_side(x, layout), ((0, 0), (0, layout.m - self.problem.m), (0, 0)))
+        x = jnp.pad(to_lanes(x, layout), ((0, 0), (0, layout.m - self.problem.m), (0, 0)))
         if sum(layout.blocks) * layout.block > len(x):
             parts = zip((x[:context], x[context:]), layout.blocks, strict=True)
             x = jnp.concatenate([pad_rows(part, blocks * layout.block) for part, blocks in parts])
@@ -112,8 +115,7 @@ class Path(NamedTuple):
     def _resources(self, x: Float[Array, "S E"]) -> Float[Array, "R m H d"]:
         """The inverse of `_table`."""
         layout, problem = self.layout, self.problem
-        x = x.reshape(-1, layout.m, layout.groups * layout.heads, layout.d)
-        x = x[:, : problem.m, : problem.heads, : problem.d]
+        x = from_lanes(x.reshape(-1, layout.m, x.shape[1])[:, : problem.m], layout, problem.heads, problem.d)
         if len(x) > problem.resources:
             experts = x[layout.blocks[0] * layout.block :]
             x = jnp.concatenate([x[: problem.num_context], experts[: problem.resources - problem.num_context]])
@@ -129,8 +131,8 @@ class Path(NamedTuple):
 
     def _run(self, kernel, *arrays):
         size = vmem_bytes(self.layout, self.problem.dtype.itemsize)
-        kernel = functools.partial(kernel, layout=self.layout, scale=self.problem.scale, vmem_bytes=size)
-        return compiled_or_interpreted(kernel, *arrays)
+        options = {"layout": self.layout, "scale": self.problem.scale, "vmem_bytes": size}
+        return compiled_or_interpreted(kernel, *arrays, **options)
 
 
 def plan(problem: Problem) -> Path:
@@ -140,23 +142,15 @@ def plan(problem: Problem) -> Path:
             f"m={problem.m} keys a resource; wanted at most {tpu_window.MOST_KEYS}: smaller resources, or "
             "implementation='pallas_tpu_resident'"
         )
-    return Path(problem, choose_layout(problem))
-
-
-attend = functools.partial(operation.attend, plan, local=tpu_window.LOCAL)
-
-
-def choose_layout(problem: Problem) -> Layout:
-    """See `plan`; refuses what no group of heads can do, with a ValueError."""
     tile = min(TILE, round_up(problem.tokens, LANES))
     tiles, m = -(-problem.tokens // tile), round_up(problem.m, SUBLANES)
     kinds = problem.num_context, problem.resources - problem.num_context
     block = max(1, min(KEYS // m, max(kinds)))
-    blocks = tuple(-(-resources // block) for resources in kinds)
+    blocks = -(-kinds[0] // block), -(-kinds[1] // block)
     for lanes in (GROUP >> i for i in range(4)):
         layout = Layout(tile, tiles, block, blocks, m, *group_heads(problem.heads, problem.d, lanes))
         if vmem_bytes(layout, problem.dtype.itemsize) <= VMEM_BYTES:
-            return layout
+            return Path(problem, layout)
     raise ValueError(
         f"{problem.tokens} tokens of head size {problem.d} and resources of {problem.m} keys need "
         f"{vmem_bytes(layout, problem.dtype.itemsize) / 2**20:.0f} MiB of VMEM in one call; wanted at most "
@@ -185,12 +179,6 @@ def _places(wanted: Bool[Array, "a b"]) -> tuple[Int[Array, "N"], Int[Array, "N"
     place = jnp.searchsorted(number, jnp.arange(1, rows * columns + 2, dtype=jnp.int32)).astype(jnp.int32)
     there = place < rows * columns
     return jnp.where(there, place // columns, -1), jnp.where(there, place % columns, -1), number[-1]
-
-
-def _from_slots(x_TK: Shaped[Array, "T K"], chosen: Int[Array, "T K"], rows: int) -> Shaped[Array, "R T"]:
-    """Row of every resource; 0 where a token did not choose it. Compared, not scattered: a few operations a pair."""
-    match = jnp.arange(rows, dtype=jnp.int32)[:, None, None] == chosen.T
-    return jnp.where(match, x_TK.T, 0).sum(1)
 
 
 def _to_slots(x_RT: Float[Array, "R W"], chosen: Int[Array, "T K"]) -> Float[Array, "T K"]:

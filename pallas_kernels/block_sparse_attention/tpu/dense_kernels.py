@@ -10,7 +10,7 @@ t tokens a tile, c tiles.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.tpu import F32, LOG2_E, LOWEST, dot
+from pallas_kernels.tpu import F32, LOG2_E, LOWEST, call, dot
 
 
 class Layout(NamedTuple):
@@ -52,11 +52,14 @@ class Steps(NamedTuple):
     number: Int[Array, ""]
 
 
-class Rows(NamedTuple):
-    """Of every resource, a row over tokens."""
+class Arrays(NamedTuple):
+    """What both passes read: of every resource rows over tokens, both kinds of queries, and the table."""
 
     bias: Float[Array, "B n T"]
     visible: Int[Array, "B n T"]  # 0: the token does not meet the resource
+    query: Num[Array, "2 T E"]
+    key: Num[Array, "S E"]
+    value: Num[Array, "S E"]
 
 
 def in_turn(heads: int, scores, weights, use) -> None:
@@ -64,7 +67,7 @@ def in_turn(heads: int, scores, weights, use) -> None:
 
     The weights of one head are made between the products of its neighbours, which keep the matrix units busy.
     """
-    score, made = scores(0), None
+    score, made = scores(0), cast(Any, None)
     for h in range(heads):
         ahead = scores(h + 1) if h + 1 < heads else None
         if made is not None:
@@ -90,7 +93,8 @@ def _kind(block, layout: Layout):
     return (block >= layout.blocks[0]).astype(jnp.int32)  # 0: context, rotated queries; 1: experts
 
 
-def _head(h: int, layout: Layout) -> slice:
+def head(h: int, layout) -> slice:
+    """The lanes of a head in its group."""
     return slice(h * layout.d, (h + 1) * layout.d)
 
 
@@ -108,12 +112,12 @@ def _forward_kernel(
         tops[...] = jnp.maximum(start_lse_ref[0] * LOG2_E, LOWEST)
         totals[...] = jnp.where(start_lse_ref[0] > -jnp.inf, 1.0, 0.0)
         for h in heads:  # a start of no weight may hold anything finite
-            sums[_head(h, layout)] = start_ref[:, _head(h, layout)].T * totals[h : h + 1]
+            sums[head(h, layout)] = start_ref[:, head(h, layout)].T * totals[h : h + 1]
 
     _shift(shift, bias_ref, visible_ref, layout)
 
     def scores(h: int):
-        return dot(key_ref[:, _head(h, layout)], query_ref[:, _head(h, layout)], (1, 1))
+        return dot(key_ref[:, head(h, layout)], query_ref[:, head(h, layout)], (1, 1))
 
     def weights(h: int, score):
         row = slice(h, h + 1)
@@ -128,7 +132,7 @@ def _forward_kernel(
         return weight.astype(value_ref.dtype), decay
 
     def add(h: int, weight, decay):
-        lanes = _head(h, layout)
+        lanes = head(h, layout)
         sums[lanes] = sums[lanes] * decay + dot(value_ref[:, lanes], weight, (0, 0))
 
     in_turn(layout.heads, scores, weights, add)
@@ -139,7 +143,7 @@ def _forward_kernel(
         lse_ref[0] = jnp.log(total) + tops[...] / LOG2_E
         share = 1.0 / jnp.where(total > 0, total, 1.0)
         for h in heads:
-            output_ref[:, _head(h, layout)] = (sums[_head(h, layout)] * share[h : h + 1]).T
+            output_ref[:, head(h, layout)] = (sums[head(h, layout)] * share[h : h + 1]).T
 
 
 def _backward_kernel(
@@ -167,7 +171,7 @@ def _backward_kernel(
     _shift(shift, bias_ref, visible_ref, layout)
     d_bias = jnp.zeros((layout.block, layout.tile), F32)
     for h in range(layout.heads):
-        lanes, row = _head(h, layout), slice(h, h + 1)
+        lanes, row = head(h, layout), slice(h, h + 1)
         query, d_output = query_ref[:, lanes], d_output_ref[:, lanes].astype(dtype)
         key, value = key_ref[:, lanes], value_ref[:, lanes]
         score = dot(key, query, (1, 1)) * (scale * LOG2_E) + shift[...]
@@ -201,89 +205,65 @@ def _blocks(layout: Layout) -> dict[str, pl.BlockSpec]:
     }
 
 
-def _call(kernel, name: str, steps: Steps, layout: Layout, specs, shapes, scratch, vmem_bytes, arrays, interpret):
-    # Inside shard_map a kernel must say over which axes of the mesh its results vary: over those of its arguments.
-    varying = jax.typeof(arrays[0]).manual_axis_type
-    grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=2,
-        grid=(layout.groups, steps.number),
-        in_specs=specs[0],
-        out_specs=specs[1],
-        scratch_shapes=[pltpu.VMEM(shape, F32) for shape in scratch],
-    )
-    return pl.pallas_call(
-        kernel,
-        grid_spec=grid,
-        out_shape=[jax.ShapeDtypeStruct(shape, F32, manual_axis_type=varying) for shape in shapes],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_bytes
-        ),
+SHARED = "rows", "rows", "query", "table", "table"  # the blocks of `Arrays`
+
+
+def _call(kernel, name: str, steps: Steps, arrays, results, scratch, *, layout: Layout, scale, vmem_bytes, interpret):
+    blocks = _blocks(layout)
+    return call(
+        functools.partial(kernel, layout=layout, scale=scale),
+        name,
+        (layout.groups, steps.number),
+        (steps.tile, steps.block),
+        [(blocks[block], x) for block, x in arrays],
+        [(blocks[block], shape, F32) for block, shape in results],
+        scratch=[pltpu.VMEM(shape, F32) for shape in scratch],
+        vmem_bytes=vmem_bytes,
         interpret=interpret,
-        name=name,
-    )(steps.tile, steps.block, *arrays)
+    )
 
 
 def forward(
-    rows: Rows,
-    query: Num[Array, "2 T E"],
-    key: Num[Array, "S E"],
-    value: Num[Array, "S E"],
+    given: Arrays,
     start: Float[Array, "T E"],
     start_lse: Float[Array, "G h T"],
     steps: Steps,
     *,
     layout: Layout,
-    scale: float,
-    vmem_bytes: int,
-    interpret: bool,
+    **options: Any,
 ) -> tuple[Float[Array, "T E"], Float[Array, "G h T"], Float[Array, "G B hn T"]]:
     """Attention over all blocks, added to `start`; and the log-sum-exp of every pair.
 
     Steps in order of tiles, every tile at least once. Pairs in blocks that were not visited hold anything.
     """
-    spec, (blocks, _, tokens) = _blocks(layout), rows.bias.shape
-    into = [spec[x] for x in ("rows", "rows", "query", "table", "table", "tokens", "stats")]
-    out = [spec[x] for x in ("tokens", "stats", "pairs")]
-    shapes = [start.shape, start_lse.shape, (layout.groups, blocks, layout.heads * layout.block, tokens)]
-    stats = layout.heads, layout.tile
+    stats, (blocks, _, tokens) = (layout.heads, layout.tile), given.bias.shape
+    arrays = [*zip(SHARED, given, strict=True), ("tokens", start), ("stats", start_lse)]
+    pairs = layout.groups, blocks, layout.heads * layout.block, tokens
+    results = [("tokens", start.shape), ("stats", start_lse.shape), ("pairs", pairs)]
     scratch = [(layout.keys, layout.tile), (layout.lanes, layout.tile), stats, stats]
-    kernel = functools.partial(_forward_kernel, layout=layout, scale=scale)
-    arrays = *rows, query, key, value, start, start_lse
-    name = "dense_attention_forward"
-    return tuple(_call(kernel, name, steps, layout, (into, out), shapes, scratch, vmem_bytes, arrays, interpret))
+    return _call(_forward_kernel, "dense_attention_forward", steps, arrays, results, scratch, layout=layout, **options)
 
 
 def backward(
-    rows: Rows,
-    query: Num[Array, "2 T E"],
-    key: Num[Array, "S E"],
-    value: Num[Array, "S E"],
+    given: Arrays,
     d_output: Num[Array, "T E"],
     lse: Float[Array, "G h T"],
     delta: Float[Array, "G h T"],
     steps: Steps,
     *,
     layout: Layout,
-    scale: float,
-    vmem_bytes: int,
-    interpret: bool,
+    **options: Any,
 ) -> tuple[Float[Array, "2 c t E"], Float[Array, "S E"], Float[Array, "S E"], Float[Array, "G B n T"]]:
     """Gradients of queries, keys, values and biases.
 
     Steps in order of blocks, every block at least once. What was not visited holds anything: biases, and the queries
     of a kind of which there are no blocks.
     """
-    spec = _blocks(layout)
-    into = [spec[x] for x in ("rows", "rows", "query", "table", "table", "tokens", "stats", "stats")]
-    out = [spec[x] for x in ("d_query", "table", "table", "d_rows")]
-    shapes = [
-        (2, layout.tiles, layout.tile, key.shape[1]),
-        key.shape,
-        key.shape,
-        (layout.groups, *rows.bias.shape),
-    ]
-    kernel = functools.partial(_backward_kernel, layout=layout, scale=scale)
+    arrays = [*zip(SHARED, given, strict=True), ("tokens", d_output), ("stats", lse), ("stats", delta)]
+    key = given.key.shape
+    d_query, d_rows = (2, layout.tiles, layout.tile, key[1]), (layout.groups, *given.bias.shape)
+    results = [("d_query", d_query), ("table", key), ("table", key), ("d_rows", d_rows)]
     scratch = [(layout.keys, layout.tile)]
-    arrays = *rows, query, key, value, d_output, lse, delta
-    name = "dense_attention_backward"
-    return tuple(_call(kernel, name, steps, layout, (into, out), shapes, scratch, vmem_bytes, arrays, interpret))
+    return _call(
+        _backward_kernel, "dense_attention_backward", steps, arrays, results, scratch, layout=layout, **options
+    )

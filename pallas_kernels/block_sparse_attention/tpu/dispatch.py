@@ -9,13 +9,13 @@ are mostly padding and keys are read too often (long rows): `gathered`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pallas_kernels import chips
-from pallas_kernels.block_sparse_attention.operation import Problem
 from pallas_kernels.block_sparse_attention.tpu import dense, gathered, resident
+from pallas_kernels.block_sparse_attention.types import Problem
 
 COSTS: Mapping[str, Mapping[str, Mapping[str, float]]] = json.loads(
     (Path(__file__).parent / "costs.json").read_text(encoding="utf-8")
@@ -25,7 +25,11 @@ COSTS: Mapping[str, Mapping[str, Mapping[str, float]]] = json.loads(
 Written, with the table of all schedules, by `python -m benchmarks.tpu_schedule --costs`.
 """
 REFERENCE_WORK = 128 * 1024
-PLANS = {"resident": resident.plan, "gathered": gathered.plan, "dense": dense.plan}
+PLANS: Mapping[str, Callable[[Problem], Any]] = {
+    "resident": resident.plan,
+    "gathered": gathered.plan,
+    "dense": dense.plan,
+}
 
 
 def fastest(problem: Problem, row_chunks: int) -> str:
@@ -58,10 +62,14 @@ def modelled(problem: Problem, row_chunks: int, chip: str, plans: Mapping[str, A
     experts = problem.resources - problem.num_context
     times = {}
     if "resident" in plans:
-        layout = plans["resident"].layout
-        met = layout.windows * (experts + problem.num_context * _share_met(problem, row_chunks, layout.windows))
+        layout, rows = plans["resident"].layout, max(1.0, problem.tokens / max(1, row_chunks * problem.m))
+        # Of the context chunks, those that the tokens of one window meet: of whole rows, or of half a row and its own.
+        share = 1 / layout.windows if rows >= layout.windows else (1 / rows + 1 / layout.windows) / 2
+        met = layout.windows * (experts + problem.num_context * share)
+        # Of one resource: keys and values in both passes, and their float32 gradients, read and written.
+        table_bytes = problem.m * problem.heads * problem.d * (2 * 2 * problem.dtype.itemsize + 2 * 2 * 4)
         issue = work * _pairs(costs["resident"], problem.max_pairs, problem.max_pairs / met, layout.tile)
-        times["resident"] = max(issue, met * _table_bytes(problem) / limits.bandwidth * 1e9)
+        times["resident"] = max(issue, met * table_bytes / limits.bandwidth * 1e9)
     if "gathered" in plans:
         rows, tile = problem.max_pairs / problem.resources, plans["gathered"].layout.tile
         times["gathered"] = work * _pairs(costs["gathered"], problem.max_pairs, rows, tile)
@@ -71,18 +79,7 @@ def modelled(problem: Problem, row_chunks: int, chip: str, plans: Mapping[str, A
     return times
 
 
-def _share_met(problem: Problem, row_chunks: int, windows: int) -> float:
-    """Of the context chunks, those that the tokens of one window meet: of whole rows, or of half a row and its own."""
-    rows = max(1.0, problem.tokens / max(1, row_chunks * problem.m))
-    return 1 / windows if rows >= windows else (1 / rows + 1 / windows) / 2
-
-
 def _pairs(costs: Mapping[str, float], pairs: int, rows: float, tile: int) -> float:
     """With tiles of which the last one of a resource is half empty on average; at the cost of the nearest tile."""
     cost = costs[min(costs, key=lambda known: abs(int(known) - tile))]
     return pairs * cost * (rows + tile / 2) / max(rows, 1e-9)
-
-
-def _table_bytes(problem: Problem) -> int:
-    """Of one resource: keys and values in both passes, and their float32 gradients, read and written."""
-    return problem.m * problem.heads * problem.d * (2 * 2 * problem.dtype.itemsize + 2 * 2 * 4)

@@ -9,7 +9,6 @@ Shapes: T tokens, K slots, R resources, m keys a resource, H heads, d head size,
 N tiles, t rows a tile, P pairs (whole chunks), E lanes of all groups, U units of 128 words of a pair.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -17,14 +16,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num, Shaped
 
-from pallas_kernels.block_sparse_attention import operation
 from pallas_kernels.block_sparse_attention import tables as tables_lib
-from pallas_kernels.block_sparse_attention.operation import Cotangents, Gradients, Inputs, Partial, Problem
 from pallas_kernels.block_sparse_attention.tile import finite
-from pallas_kernels.block_sparse_attention.tpu import gathered_kernels, window
+from pallas_kernels.block_sparse_attention.tpu import gathered_kernels
 from pallas_kernels.block_sparse_attention.tpu.gathered_kernels import BLOCK, CHUNK, Layout, Steps, Tiles
-from pallas_kernels.block_sparse_attention.types import Pairs
-from pallas_kernels.tpu import LANES, compiled_or_interpreted
+from pallas_kernels.block_sparse_attention.tpu.lanes import from_lanes, pad_rows, to_lanes, to_stats
+from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem
+from pallas_kernels.tpu import LANES, compiled_or_interpreted, round_up
 
 MOST_UNITS = 8  # of a pair in one group: one vector register
 NOTHING = 1e30  # log-sum-exp of heads that are padding: weights of 0, and finite, for products with a one-hot
@@ -46,13 +44,10 @@ class Path(NamedTuple):
 
     def tables(self, pairs: Pairs) -> Tables:
         """Tiles of a resource, blocks of tokens."""
-        problem, tile = self.problem, self.layout.tile
-        by_resource = tables_lib.build(
-            pairs.resource, pairs.count, num_resources=problem.resources, max_pairs=problem.max_pairs, tile=tile
-        )
+        most, tile = (self.problem.resources, self.problem.max_pairs), self.layout.tile
+        by_resource = tables_lib.build(pairs.resource, pairs.count, *most, tile)
         number = jnp.arange(by_resource.pair.size, dtype=jnp.int32).reshape(-1, tile)
-        row = jnp.zeros_like(by_resource.numbering.token)
-        row = row.at[by_resource.pair].set(number, mode="drop", unique_indices=True)
+        row = tables_lib.rows_to_pairs(number, by_resource)
         return Tables(by_resource, _pad_to(CHUNK, row, 0), _steps(by_resource.numbering))
 
     def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
@@ -61,11 +56,14 @@ class Path(NamedTuple):
         layout, heads, numbering = self.layout, query.shape[1], tables.by_resource.numbering
         words = jnp.concatenate([_to_words(x, layout) for x in (query, query_expert)], axis=1)
         rows = _take(words, self._origin(tables))
-        lanes = (_to_lanes(x, layout) for x in (key, value))
-        rows, stats = self._run(gathered_kernels.forward, rows, *lanes, self._tiles(pairs, tables), **self._scale)
+        lanes = (to_lanes(x, layout) for x in (key, value))
+        rows, stats = self._run(
+            gathered_kernels.forward, rows, *lanes, self._tiles(pairs, tables), scale=self.problem.scale
+        )
 
         bias_P = tables_lib.from_slots(pairs.bias.astype(jnp.float32), numbering, fill=-jnp.inf)
-        stats = _in_token_order(stats, tables)
+        in_rows = stats.swapaxes(2, 3).reshape(layout.groups, -1, 2 * layout.heads)
+        stats = _take(in_rows, tables.row).swapaxes(1, 2)  # in order of tokens
         top, total = stats[:, : layout.heads] + _pad_to(CHUNK, bias_P, -jnp.inf), stats[:, layout.heads :]
         routed = _over_tokens(top + jnp.log(total), tables, self.problem.slots)[:, :heads]
         lse = jnp.logaddexp(routed, start.lse)
@@ -74,12 +72,12 @@ class Path(NamedTuple):
             gathered_kernels.merge,
             _take(rows, tables.row),
             jnp.concatenate([top, total], axis=1),
-            _to_stats(finite(lse), layout),
-            _pad_to(BLOCK, _to_lanes(before, layout), 0.0),
+            to_stats(finite(lse), layout, round_up(len(lse), BLOCK), fill=NOTHING),
+            _pad_to(BLOCK, to_lanes(before, layout), 0.0),
             tables.steps,
         )
         mass = tables_lib.to_slots(mass.sum((0, 1)) / heads, numbering, self.problem.slots)
-        return Partial(_from_lanes(output[: len(lse)], layout, query.shape), lse), mass
+        return Partial(from_lanes(output[: len(lse)], layout, *query.shape[1:]), lse), mass
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
         """What no tile visited was never written: those gradients are masked."""
@@ -88,38 +86,30 @@ class Path(NamedTuple):
         *queries, d_output = (_to_words(x, layout) for x in (query, query_expert, cotangents.output))
         words = jnp.concatenate([jnp.concatenate([q, d_output], axis=2) for q in queries], axis=1)
         rows = _take(words, self._origin(tables))
-        lanes = (_to_lanes(x, layout) for x in (key, value))
+        lanes = (to_lanes(x, layout) for x in (key, value))
         stats = self._stats(cotangents, pairs, tables)
         arrays = rows, stats, *lanes, self._tiles(pairs, tables)
-        rows, d_bias, d_key, d_value = self._run(gathered_kernels.backward, *arrays, **self._scale)
+        rows, d_bias, d_key, d_value = self._run(gathered_kernels.backward, *arrays, scale=self.problem.scale)
 
         first_expert = layout.tile * by_resource.begin[self.problem.num_context]
         d_queries = self._run(
             gathered_kernels.add,
             _take(rows, tables.row),
             (tables.row >= first_expert).astype(jnp.int32)[None],
-            jnp.stack([_pad_to(BLOCK, _to_lanes(x, layout), 0.0) for x in (start.query, start.query_expert)]),
+            jnp.stack([_pad_to(BLOCK, to_lanes(x, layout), 0.0) for x in (start.query, start.query_expert)]),
             tables.steps,
         )
-        d_query, d_query_expert = (_from_lanes(x[: len(query)], layout, query.shape) for x in d_queries)
+        d_query, d_query_expert = (from_lanes(x[: len(query)], layout, *query.shape[1:]) for x in d_queries)
         visited = (jnp.diff(by_resource.begin) > 0)[:, None, None, None]
-        d_key, d_value = (jnp.where(visited, _from_lanes(x, layout, key.shape), 0.0) for x in (d_key, d_value))
+        d_key, d_value = (jnp.where(visited, from_lanes(x, layout, *key.shape[2:]), 0.0) for x in (d_key, d_value))
         d_bias = d_bias.sum(0).reshape(-1)[tables.row]
         d_bias = tables_lib.to_slots(d_bias, by_resource.numbering, self.problem.slots)
         return Gradients(d_query, d_query_expert, start.key + d_key, start.value + d_value, start.bias + d_bias)
 
-    @property
-    def _scale(self) -> dict[str, float]:
-        return {"scale": self.problem.scale}
-
     def _tiles(self, pairs: Pairs, tables: Tables) -> Tiles:
         by_resource = tables.by_resource
-        visible_P = tables_lib.from_slots(pairs.visible, by_resource.numbering, fill=0)
-        return Tiles(
-            resource=by_resource.resource,
-            count=jnp.maximum(by_resource.begin[-1:], 1),
-            visible=visible_P.at[by_resource.pair[:, None]].get(mode="fill", fill_value=0),
-        )
+        number = jnp.maximum(by_resource.begin[-1:], 1)
+        return Tiles(by_resource.resource, number, tables_lib.slots_to_rows(pairs.visible, by_resource, 0))
 
     def _token(self, tables: Tables) -> Int[Array, "N t"]:
         """The token of every row; some token for padding rows."""
@@ -134,16 +124,15 @@ class Path(NamedTuple):
     def _stats(self, cotangents: Cotangents, pairs: Pairs, tables: Tables) -> Float[Array, "G N h2 t"]:
         """Of every row: (bias - lse), then delta."""
         layout, by_resource = self.layout, tables.by_resource
-        both = jnp.concatenate([_to_stats(x, layout)[..., : len(x)] for x in cotangents[1:]], axis=1)
+        both = jnp.concatenate([to_stats(x, layout, len(x), fill=NOTHING) for x in cotangents[1:]], axis=1)
         tiles, tile = by_resource.pair.shape
         stats = _take(both.swapaxes(1, 2), self._token(tables).reshape(-1))
         stats = stats.reshape(layout.groups, tiles, tile, -1).swapaxes(2, 3)
-        bias_P = tables_lib.from_slots(pairs.bias.astype(jnp.float32), by_resource.numbering, fill=-jnp.inf)
-        bias = bias_P.at[by_resource.pair[:, None]].get(mode="fill", fill_value=-jnp.inf)
+        bias = tables_lib.slots_to_rows(pairs.bias.astype(jnp.float32), by_resource, -jnp.inf)
         return jnp.concatenate([bias - stats[:, :, : layout.heads], stats[:, :, layout.heads :]], axis=2)
 
     def _run(self, kernel, *arrays, **options):
-        return compiled_or_interpreted(functools.partial(kernel, layout=self.layout, **options), *arrays)
+        return compiled_or_interpreted(kernel, *arrays, layout=self.layout, **options)
 
 
 def plan(problem: Problem) -> Path:
@@ -152,16 +141,13 @@ def plan(problem: Problem) -> Path:
     return Path(problem, choose_layout(problem.heads, problem.d, problem.dtype, rows))
 
 
-attend = functools.partial(operation.attend, plan, local=window.ON_TPUS)
-
-
 def choose_layout(heads: int, d: int, dtype: jnp.dtype, rows: float) -> Layout:
     """Groups of heads that fill a register a pair; large tiles where resources have rows (on average) to fill them."""
     if dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"dtype {dtype}; wanted float32 or bfloat16")
     halves = 4 // jnp.dtype(dtype).itemsize
     unit = halves * LANES
-    d = _power(d) if d < unit else -(-d // unit) * unit
+    d = _power(d) if d < unit else round_up(d, unit)
     if d > MOST_UNITS * unit:
         raise ValueError(f"head size {d}; wanted at most {MOST_UNITS * unit} for {dtype}")
     groups = -(-heads // (MOST_UNITS * unit // d))
@@ -190,38 +176,17 @@ def _steps(numbering: tables_lib.Numbering) -> Steps:
     return Steps(block, chunk, begin[-1:], token[None])
 
 
-def _pad_to(multiple: int, x: Shaped[Array, "S *U"], value) -> Shaped[Array, "S2 *U"]:
-    return jnp.pad(x, [(0, -len(x) % multiple)] + [(0, 0)] * (x.ndim - 1), constant_values=value)
-
-
-def _to_lanes(x: Float[Array, "*S H d"], layout: Layout) -> Float[Array, "*S E"]:
-    """Heads side by side, group after group."""
-    *shape, heads, d = x.shape
-    pad = [(0, 0)] * len(shape)
-    x = jnp.pad(x, [*pad, (0, layout.groups * layout.heads - heads), (0, layout.d - d)])
-    x = x.reshape(*shape, layout.groups, layout.heads * layout.d)
-    x = jnp.pad(x, [*pad, (0, 0), (0, layout.lanes - x.shape[-1])])
-    return x.reshape(*shape, layout.groups * layout.lanes)
-
-
-def _from_lanes(x: Float[Array, "*S E"], layout: Layout, shape: tuple[int, ...]) -> Float[Array, "*S H d"]:
-    x = x.reshape(*shape[:-2], layout.groups, layout.lanes)[..., : layout.heads * layout.d]
-    return x.reshape(*shape[:-2], layout.groups * layout.heads, layout.d)[..., : shape[-2], : shape[-1]]
+def _pad_to(multiple: int, x: Shaped[Array, "S *U"], fill: int | float) -> Shaped[Array, "S2 *U"]:
+    return pad_rows(x, round_up(len(x), multiple), fill)
 
 
 def _to_words(x: Float[Array, "T H d"], layout: Layout) -> Num[Array, "G T U 128"]:
     """A row of words for every token in every group; see `gathered_kernels`."""
-    x = _to_lanes(x, layout).reshape(len(x), layout.groups, -1, LANES).swapaxes(0, 1)
+    x = to_lanes(x, layout).reshape(len(x), layout.groups, -1, LANES).swapaxes(0, 1)
     if layout.halves == 1:
         return x
     low, high = (jax.lax.bitcast_convert_type(x[:, :, i::2], jnp.uint16).astype(jnp.uint32) for i in (0, 1))
     return low | (high << 16)
-
-
-def _to_stats(x: Float[Array, "T H"], layout: Layout) -> Float[Array, "G h T2"]:
-    """A number per token and head; one without effect for heads that are padding."""
-    x = jnp.pad(x, ((0, 0), (0, layout.groups * layout.heads - x.shape[1])), constant_values=NOTHING)
-    return _pad_to(BLOCK, x, 0.0).T.reshape(layout.groups, layout.heads, -1)
 
 
 def _take(x: Shaped[Array, "G S *U"], row: Int[Array, "P"]) -> Shaped[Array, "G P *U"]:
@@ -229,11 +194,6 @@ def _take(x: Shaped[Array, "G S *U"], row: Int[Array, "P"]) -> Shaped[Array, "G 
     groups, size, *unit = x.shape
     index = row + size * jnp.arange(groups, dtype=jnp.int32)[:, None]
     return x.reshape(-1, *unit).at[index].get(mode="promise_in_bounds")
-
-
-def _in_token_order(stats: Float[Array, "G N s t"], tables: Tables) -> Float[Array, "G s P"]:
-    groups, _, size, _ = stats.shape
-    return _take(stats.swapaxes(2, 3).reshape(groups, -1, size), tables.row).swapaxes(1, 2)
 
 
 def _over_tokens(lse: Float[Array, "G h P"], tables: Tables, slots: int) -> Float[Array, "T heads"]:

@@ -12,15 +12,15 @@ blocks), S steps of the sums.
 """
 
 import functools
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.tpu import F32, LANES, LOG2_E, LOWEST, dot
+from pallas_kernels.tpu import F32, LANES, LOG2_E, LOWEST, call, dot
 
 U32 = jnp.uint32
 BLOCK = 128  # tokens whose sums stay in fast memory
@@ -69,7 +69,7 @@ class Tiles(NamedTuple):
     """What the tiles share besides rows."""
 
     resource: Int[Array, "N"]
-    count: Int[Array, "1"]  # tiles to visit, at least 1
+    number: Int[Array, "1"]  # tiles to visit, at least 1
     visible: Int[Array, "N 1 t"]
 
 
@@ -78,7 +78,7 @@ class Steps(NamedTuple):
 
     block: Int[Array, "S"]  # ascending
     chunk: Int[Array, "S"]
-    count: Int[Array, "1"]
+    number: Int[Array, "1"]
     token: Int[Array, "1 P"]  # of every pair; out of range past the last
 
 
@@ -257,39 +257,67 @@ def _sum_kernel(
             total_ref[kind, :, lanes] += sum(dot(ones, part, (1, 0)) for part in parts)
 
 
-def _call(kernel, name: str, grid, specs, shapes, scalars, arrays, *, flops: int, exps: int, interpret: bool):
-    # Inside shard_map a kernel must say over which axes of the mesh its results vary: over those of its arguments.
-    varying = jax.typeof(arrays[-1]).manual_axis_type
-    shapes = [jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype in shapes]
-    moved = sum(x.size * x.dtype.itemsize for x in (*arrays, *shapes))
-    return pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars), grid=grid, in_specs=specs[0], out_specs=specs[1]
-        ),
-        out_shape=shapes,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            disable_bounds_checks=True,  # every address comes from the tables
-            vmem_limit_bytes=VMEM_BYTES,
-        ),
-        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=exps),
+def _call(kernel, name: str, scalars, number, blocks, arrays, results, work, *, layout: Layout, interpret: bool):
+    """`number` of steps that read `scalars`. `arrays` and `results` name their blocks. `work`: FLOPs, exponentials."""
+    moved = sum(x.size * x.dtype.itemsize for _, x in arrays)
+    moved += sum(math.prod(shape) * jnp.dtype(dtype).itemsize for _, shape, dtype in results)
+    return call(
+        functools.partial(kernel, layout=layout),
+        name,
+        (layout.groups, number[0]),
+        scalars,
+        [(blocks[block], x) for block, x in arrays],
+        [(blocks[block], shape, dtype) for block, shape, dtype in results],
+        bounds_checks=False,  # every address comes from the tables
+        vmem_bytes=VMEM_BYTES,
+        cost=pl.CostEstimate(flops=work[0], bytes_accessed=moved, transcendentals=work[1]),
         interpret=interpret,
-        name=name,
-    )(*scalars, *arrays)
+    )
 
 
-def _by_tile(*shape: int) -> pl.BlockSpec:
-    """Block (g, n) of an array that has one for every tile, of the last two dimensions given."""
-    return pl.BlockSpec((None, None, *shape), lambda g, n, *_: (g, n, 0, 0))
+def _by_tile(layout: Layout, m: int) -> dict[str, pl.BlockSpec]:
+    """Which part of every array a step sees that takes a tile."""
+
+    def rows(units: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, layout.tile * units, LANES), lambda g, n, *_: (g, n, 0))
+
+    def numbers(size: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, size, layout.tile), lambda g, n, *_: (g, n, 0, 0))
+
+    return {
+        "visible": pl.BlockSpec((None, 1, layout.tile), lambda g, n, *_: (n, 0, 0)),
+        "table": pl.BlockSpec((None, m, layout.lanes), lambda g, n, resource: (resource[n], 0, g)),
+        "query": rows(layout.units),
+        "both": rows(2 * layout.units),
+        "output": rows(layout.wide.units),
+        "stats": numbers(2 * layout.heads),
+        "bias": numbers(1),
+    }
 
 
-def _rows_by_tile(layout: Layout, size: int) -> pl.BlockSpec:
-    return pl.BlockSpec((None, layout.tile * size, LANES), lambda g, n, *_: (g, n, 0))
+def _by_chunk(layout: Layout) -> dict[str, pl.BlockSpec]:
+    """Which part of every array a step sees that takes a chunk of pairs and a block of tokens."""
+
+    def rows(units: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, CHUNK * units, LANES), lambda g, s, _, chunk: (g, chunk[s], 0))
+
+    def numbers(size: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, size, CHUNK), lambda g, s, _, chunk: (g, 0, chunk[s]))
+
+    return {
+        "pair": pl.BlockSpec((1, CHUNK), lambda g, s, _, chunk: (0, chunk[s])),
+        "mass": numbers(1),
+        "stats": numbers(2 * layout.heads),
+        "output": rows(layout.wide.units),
+        "gradient": rows(layout.units),
+        "lse": pl.BlockSpec((None, layout.heads, BLOCK), lambda g, s, block, _: (g, 0, block[s])),
+        "tokens": pl.BlockSpec((BLOCK, layout.lanes), lambda g, s, block, _: (block[s], g)),
+        "two tokens": pl.BlockSpec((2, BLOCK, layout.lanes), lambda g, s, block, _: (0, block[s], g)),
+    }
 
 
-def _by_resource(m: int, layout: Layout) -> pl.BlockSpec:
-    return pl.BlockSpec((None, m, layout.lanes), lambda g, n, resource: (resource[n], 0, g))
+def _flat(rows: Num[Array, "G rows U 128"]) -> Num[Array, "G V 128"]:
+    return rows.reshape(len(rows), -1, LANES)
 
 
 def forward(
@@ -300,31 +328,21 @@ def forward(
     *,
     layout: Layout,
     scale: float,
-    interpret: bool,
+    **options: Any,
 ) -> tuple[Float[Array, "G rows W 128"], Float[Array, "G N h2 t"]]:
     """Per row, over the keys of its own resource: sum exp(score - top) value, and (top, sum exp(score - top)).
 
     Tiles past the last are not written.
     """
-    m, (tile, heads), scores = key.shape[1], (layout.tile, layout.heads), _scores(key, tiles, layout)
-    visible = pl.BlockSpec((None, 1, tile), lambda g, n, *_: (n, 0, 0))
-    rows, table = _rows_by_tile(layout, layout.units), _by_resource(m, layout)
-    groups, count, _, _ = query.shape
-    units = layout.wide.units
-    shapes = [((groups, count * units, LANES), F32), ((groups, len(tiles.resource), 2 * heads, tile), F32)]
-    output, stats = _call(
-        functools.partial(_forward_kernel, layout=layout, scale=scale),
-        "gathered_forward",
-        (layout.groups, tiles.count[0]),
-        ([visible, rows, table, table], [_rows_by_tile(layout, units), _by_tile(2 * heads, tile)]),
-        shapes,
-        (tiles.resource,),
-        (tiles.visible, _flat(query), key, value),
-        flops=4 * layout.d * scores,
-        exps=scores,
-        interpret=interpret,
-    )
-    return output.reshape(groups, count, units, LANES), stats
+    (groups, count, *_), units, stats = query.shape, layout.wide.units, (2 * layout.heads, layout.tile)
+    m, blocks = key.shape[1], _by_tile(layout, key.shape[1])
+    arrays = [("visible", tiles.visible), ("query", _flat(query)), ("table", key), ("table", value)]
+    results = [("output", (groups, count * units, LANES), F32), ("stats", (groups, len(tiles.resource), *stats), F32)]
+    kernel, which = functools.partial(_forward_kernel, scale=scale), ((tiles.resource,), tiles.number)
+    scores = m * tiles.visible.size * groups * layout.heads
+    work = 4 * layout.d * scores, scores
+    output, of_rows = _call(kernel, "gathered_forward", *which, blocks, arrays, results, work, layout=layout, **options)
+    return output.reshape(groups, count, units, LANES), of_rows
 
 
 def backward(
@@ -336,55 +354,21 @@ def backward(
     *,
     layout: Layout,
     scale: float,
-    interpret: bool,
+    **options: Any,
 ) -> tuple[Num[Array, "G rows U 128"], Float[Array, "G N 1 t"], Float[Array, "R m E"], Float[Array, "R m E"]]:
     """Gradients of rows of queries, biases, keys, values, from rows of (query, d output) and (bias - lse, delta).
 
     Whatever no tile visits is not written: the caller masks it.
     """
-    m, tile, scores = key.shape[1], layout.tile, _scores(key, tiles, layout)
-    visible = pl.BlockSpec((None, 1, tile), lambda g, n, *_: (n, 0, 0))
-    table, before = _by_resource(m, layout), _by_tile(2 * layout.heads, tile)
-    groups, rows, size, _ = packed.shape
-    shapes = [
-        ((groups, rows * size // 2, LANES), packed.dtype),
-        ((groups, len(tiles.resource), 1, tile), F32),
-        (key.shape, F32),
-        (key.shape, F32),
-    ]
-    d_query, d_bias, d_key, d_value = _call(
-        functools.partial(_backward_kernel, layout=layout, scale=scale),
-        "gathered_backward",
-        (groups, tiles.count[0]),
-        (
-            [visible, _rows_by_tile(layout, 2 * layout.units), before, table, table],
-            [_rows_by_tile(layout, layout.units), _by_tile(1, tile), table, table],
-        ),
-        shapes,
-        (tiles.resource,),
-        (tiles.visible, _flat(packed), stats, key, value),
-        flops=10 * layout.d * scores,
-        exps=scores,
-        interpret=interpret,
-    )
-    return d_query.reshape(groups, rows, -1, LANES), d_bias, d_key, d_value
-
-
-def _flat(rows: Num[Array, "G rows U 128"]) -> Num[Array, "G V 128"]:
-    return rows.reshape(len(rows), -1, LANES)
-
-
-def _scores(key, tiles: Tiles, layout: Layout) -> int:
-    return key.shape[1] * tiles.visible.size * layout.groups * layout.heads
-
-
-def _by_chunk(rows: int, group: bool = True) -> pl.BlockSpec:
-    shape = (None, rows, CHUNK) if group else (rows, CHUNK)
-    return pl.BlockSpec(shape, lambda g, s, _, chunk: (*((g, 0) if group else (0,)), chunk[s]))
-
-
-def _rows_by_chunk(layout: Layout) -> pl.BlockSpec:
-    return pl.BlockSpec((None, CHUNK * layout.units, LANES), lambda g, s, _, chunk: (g, chunk[s], 0))
+    (groups, count, size, _), m = packed.shape, key.shape[1]
+    arrays = [("visible", tiles.visible), ("both", _flat(packed)), ("stats", stats), ("table", key), ("table", value)]
+    d_query, d_bias = (groups, count * size // 2, LANES), (groups, len(tiles.resource), 1, layout.tile)
+    results = [("query", d_query, packed.dtype), ("bias", d_bias, F32), *[("table", key.shape, F32)] * 2]
+    kernel, which = functools.partial(_backward_kernel, scale=scale), ((tiles.resource,), tiles.number)
+    scores, blocks = m * tiles.visible.size * groups * layout.heads, _by_tile(layout, m)
+    work = 10 * layout.d * scores, scores
+    rows, *others = _call(kernel, "gathered_backward", *which, blocks, arrays, results, work, layout=layout, **options)
+    return rows.reshape(groups, count, -1, LANES), *others
 
 
 def merge(
@@ -395,31 +379,18 @@ def merge(
     steps: Steps,
     *,
     layout: Layout,
-    interpret: bool,
+    **options: Any,
 ) -> tuple[Float[Array, "T E"], Float[Array, "G 1 P"]]:
     """start + the sum over a token's pairs of exp(top - lse) row; and of every pair exp(top - lse) total, over heads.
 
     `stats` has the tops, then the totals. Mass is written where there are pairs.
     """
-    heads, pairs = layout.heads, stats.shape[2]
-    tokens = pl.BlockSpec((BLOCK, layout.lanes), lambda g, s, block, _: (block[s], g))
-    before = pl.BlockSpec((None, heads, BLOCK), lambda g, s, block, _: (g, 0, block[s]))
-    output, mass = _call(
-        functools.partial(_merge_kernel, layout=layout),
-        "gathered_merge",
-        (layout.groups, steps.count[0]),
-        (
-            [_by_chunk(1, group=False), _by_chunk(2 * heads), before, _rows_by_chunk(layout.wide), tokens],
-            [tokens, _by_chunk(1)],
-        ),
-        [(start.shape, F32), ((layout.groups, 1, pairs), F32)],
-        (steps.block, steps.chunk),
-        (steps.token, stats, lse, _flat(rows), start),
-        flops=2 * BLOCK * start.shape[1] * pairs,
-        exps=layout.groups * heads * pairs,
-        interpret=interpret,
-    )
-    return output, mass
+    pairs, which = stats.shape[2], ((steps.block, steps.chunk), steps.number)
+    arrays = [("pair", steps.token), ("stats", stats), ("lse", lse), ("output", _flat(rows)), ("tokens", start)]
+    results = [("tokens", start.shape, F32), ("mass", (layout.groups, 1, pairs), F32)]
+    work = 2 * BLOCK * start.shape[1] * pairs, layout.groups * layout.heads * pairs
+    arguments = *which, _by_chunk(layout), arrays, results, work
+    return _call(_merge_kernel, "gathered_merge", *arguments, layout=layout, **options)
 
 
 def add(
@@ -429,21 +400,10 @@ def add(
     steps: Steps,
     *,
     layout: Layout,
-    interpret: bool,
+    **options: Any,
 ) -> Float[Array, "2 T E"]:
     """start + the sum of the rows of a token's pairs, apart for pairs of kind 0 and of kind 1."""
-    tokens = pl.BlockSpec((2, BLOCK, layout.lanes), lambda g, s, block, _: (0, block[s], g))
-    row = _by_chunk(1, group=False)
-    (total,) = _call(
-        functools.partial(_sum_kernel, layout=layout),
-        "gathered_add",
-        (layout.groups, steps.count[0]),
-        ([row, row, _rows_by_chunk(layout), tokens], [tokens]),
-        [(start.shape, F32)],
-        (steps.block, steps.chunk),
-        (steps.token, kind, _flat(rows), start),
-        flops=4 * BLOCK * start.shape[2] * kind.size,
-        exps=0,
-        interpret=interpret,
-    )
-    return total
+    arrays = [("pair", steps.token), ("pair", kind), ("gradient", _flat(rows)), ("two tokens", start)]
+    results, work = [("two tokens", start.shape, F32)], (4 * BLOCK * start.shape[2] * kind.size, 0)
+    arguments = (steps.block, steps.chunk), steps.number, _by_chunk(layout), arrays, results, work
+    return _call(_sum_kernel, "gathered_add", *arguments, layout=layout, **options)[0]

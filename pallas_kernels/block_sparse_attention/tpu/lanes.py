@@ -1,6 +1,8 @@
 """How heads lie in the lanes of a TPU's registers: side by side, group after group.
 
-Shapes: N rows, M after padding, T tokens, W tokens padded to whole tiles, H heads, d head size, G head groups,
+A layout has `groups`, `heads` of a group, `d` lanes of a head and `lanes` of a group.
+
+Shapes: N rows, M after padding, T tokens, W tokens after padding, H heads, d head size, G head groups,
 h heads a group, E lanes of all groups.
 """
 
@@ -23,14 +25,22 @@ def pad_rows(x: Shaped[Array, "N *U"], length: int, fill: int | float = 0) -> Sh
     return jnp.pad(x, [(0, length - len(x)), *[(0, 0)] * (x.ndim - 1)], constant_values=fill)
 
 
-def side_by_side(x: Shaped[Array, "*N H d"], layout) -> Shaped[Array, "*N E"]:
-    """Heads one after the other, padded; `layout` has groups, heads of a group, d."""
+def to_lanes(x: Shaped[Array, "*N H d"], layout, lanes: int | None = None) -> Shaped[Array, "*N E"]:
+    """Heads one after the other, padded; every group to `lanes`, by default those of the layout."""
     *rest, heads, d = x.shape
-    x = jnp.pad(x, [*[(0, 0)] * len(rest), (0, layout.groups * layout.heads - heads), (0, layout.d - d)])
-    return x.reshape(*rest, -1)
+    pad, lanes = [(0, 0)] * len(rest), layout.lanes if lanes is None else lanes
+    x = jnp.pad(x, [*pad, (0, layout.groups * layout.heads - heads), (0, layout.d - d)])
+    x = x.reshape(*rest, layout.groups, layout.heads * layout.d)
+    return jnp.pad(x, [*pad, (0, 0), (0, lanes - x.shape[-1])]).reshape(*rest, -1)
 
 
-def to_stats(x: Float[Array, "T H"], layout, fill: float) -> Float[Array, "G h W"]:
-    """A row over tokens for every head; `layout` also has tiles and tokens a tile."""
-    x = pad_rows(pad_rows(x, layout.tiles * layout.tile, fill).T, layout.groups * layout.heads, fill)
+def from_lanes(x: Shaped[Array, "*N E"], layout, heads: int, d: int) -> Shaped[Array, "*N H d"]:
+    """What `to_lanes` came from."""
+    x = x.reshape(*x.shape[:-1], layout.groups, -1)[..., : layout.heads * layout.d]
+    return x.reshape(*x.shape[:-2], layout.groups * layout.heads, layout.d)[..., :heads, :d]
+
+
+def to_stats(x: Float[Array, "T H"], layout, tokens: int, fill: int | float) -> Float[Array, "G h W"]:
+    """A row over `tokens` for every head."""
+    x = pad_rows(pad_rows(x, tokens, fill).T, layout.groups * layout.heads, fill)
     return x.reshape(layout.groups, layout.heads, -1)

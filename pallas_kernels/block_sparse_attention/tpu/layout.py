@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.block_sparse_attention.tpu.lanes import from_lanes, pad_rows, to_lanes
 from pallas_kernels.tpu import LANES, ROWS, round_up
 
 GROUP = ROWS * LANES  # lanes of a token in one group
@@ -67,41 +68,21 @@ def choose(tokens: int, heads: int, d: int, rows: float, most_tokens: int) -> La
 
 
 def _windows(x: Shaped[Array, "T *U"], layout: Layout) -> Shaped[Array, "N W *U"]:
-    rest = [(0, 0)] * (x.ndim - 1)
-    x = jnp.pad(x, [(0, layout.windows * layout.tokens - len(x)), *rest])
-    return jnp.pad(x.reshape(layout.windows, layout.tokens, *x.shape[1:]), [(0, 0), (0, ROWS), *rest])
+    x = pad_rows(x, layout.windows * layout.tokens).reshape(layout.windows, layout.tokens, *x.shape[1:])
+    return jnp.pad(x, [(0, 0), (0, ROWS), *[(0, 0)] * (x.ndim - 2)])
 
 
 def to_rows(x: Shaped[Array, "T H d"], layout: Layout) -> Shaped[Array, "N G V 128"]:
     """Every token a register in every head group."""
-    groups, heads, d = layout.groups, layout.heads, layout.d
-    x = jnp.pad(x, [(0, 0), (0, groups * heads - x.shape[1]), (0, d - x.shape[2])])
-    x = _windows(x, layout).reshape(layout.windows, layout.slots, groups, heads * d)
-    x = jnp.pad(x, [(0, 0)] * 3 + [(0, GROUP - heads * d)])
-    return x.swapaxes(1, 2).reshape(layout.windows, groups, layout.slots * ROWS, LANES)
+    x = _windows(to_lanes(x, layout, GROUP), layout).reshape(layout.windows, layout.slots, layout.groups, GROUP)
+    return x.swapaxes(1, 2).reshape(layout.windows, layout.groups, layout.slots * ROWS, LANES)
 
 
-def from_rows(x: Float[Array, "N G V 128"], layout: Layout, shape: tuple[int, int, int]) -> Float[Array, "T H d"]:
+def from_rows(x: Float[Array, "N G V 128"], layout: Layout, shape: tuple[int, ...]) -> Float[Array, "T H d"]:
     """What `to_rows` came from."""
-    groups, heads, d = layout.groups, layout.heads, layout.d
-    x = x.reshape(layout.windows, groups, layout.slots, GROUP)[:, :, : layout.tokens, : heads * d].swapaxes(1, 2)
-    return x.reshape(-1, groups * heads, d)[: shape[0], : shape[1], : shape[2]]
-
-
-def to_lanes(x: Float[Array, "R m H d"], layout: Layout) -> Float[Array, "R m E"]:
-    """Heads side by side, group after group."""
-    (resources, m, heads, d), groups = x.shape, layout.groups
-    x = jnp.pad(x, [(0, 0), (0, 0), (0, groups * layout.heads - heads), (0, layout.d - d)])
-    x = x.reshape(resources, m, groups, -1)
-    x = jnp.pad(x, [(0, 0)] * 3 + [(0, layout.lanes - x.shape[-1])])
-    return x.reshape(resources, m, groups * layout.lanes)
-
-
-def from_lanes(x: Float[Array, "R m E"], layout: Layout, heads: int, d: int) -> Float[Array, "R m H d"]:
-    """What `to_lanes` came from."""
-    (resources, m, _), groups = x.shape, layout.groups
-    x = x.reshape(resources, m, groups, layout.lanes)[..., : layout.heads * layout.d]
-    return x.reshape(resources, m, groups * layout.heads, layout.d)[:, :, :heads, :d]
+    tokens, heads, d = shape
+    x = x.reshape(layout.windows, layout.groups, layout.slots, GROUP)[:, :, : layout.tokens].swapaxes(1, 2)
+    return from_lanes(x.reshape(-1, layout.groups * GROUP)[:tokens], layout, heads, d)
 
 
 def to_stats(
@@ -118,7 +99,7 @@ def to_stats(
     return jnp.concatenate([place(first, padding), place(second, 0.0)], axis=3).swapaxes(1, 2)
 
 
-def from_stats(x: Float[Array, "N G W 128"], layout: Layout, shape: tuple[int, int]) -> tuple:
+def from_stats(x: Float[Array, "N G W 128"], layout: Layout, shape: tuple[int, ...]) -> tuple:
     """What `to_stats` came from, (T, H) each."""
     x = x[:, :, : layout.tokens].swapaxes(1, 2)
 

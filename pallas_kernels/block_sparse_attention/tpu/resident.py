@@ -7,7 +7,6 @@ Shapes: T tokens, K slots, R resources, m keys a resource, H heads, d head size,
 rows a tile; P pairs.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -15,16 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels import chips
-from pallas_kernels.block_sparse_attention import operation
 from pallas_kernels.block_sparse_attention import tables as tables_lib
-from pallas_kernels.block_sparse_attention.operation import Cotangents, Gradients, Inputs, Partial, Problem
 from pallas_kernels.block_sparse_attention.tables import Tables
 from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
-from pallas_kernels.block_sparse_attention.tpu import resident_kernels, window
+from pallas_kernels.block_sparse_attention.tpu import resident_kernels
+from pallas_kernels.block_sparse_attention.tpu.lanes import from_lanes, to_lanes
 from pallas_kernels.block_sparse_attention.tpu.layout import GROUP, Layout
-from pallas_kernels.block_sparse_attention.tpu.resident_kernels import Bounds, Maximum, Run, Tiles
-from pallas_kernels.block_sparse_attention.types import Pairs
+from pallas_kernels.block_sparse_attention.tpu.resident_kernels import Bounds, Maximum, Tiles
+from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem
 from pallas_kernels.tpu import LANES, LOG2_E, LOWEST, ROWS, compiled_or_interpreted
 
 SAFE_SCORE = 30.0  # exp(-2 * 30), the least that the largest weight can be, is far from the smallest float32
@@ -38,16 +36,10 @@ class Path(NamedTuple):
 
     def tables(self, pairs: Pairs) -> Tables:
         """Pairs by window of the token, then by resource; an empty tile at the end."""
-        problem = self.problem
-        window_T = jnp.arange(problem.tokens, dtype=jnp.int32) // self.layout.tokens
-        return tables_lib.build(
-            pairs.resource + problem.resources * window_T[:, None],
-            pairs.count,
-            num_resources=problem.resources * self.layout.windows,
-            max_pairs=problem.max_pairs,
-            tile=self.layout.tile,
-            slack=1,
-        )
+        problem, layout = self.problem, self.layout
+        window_T = jnp.arange(problem.tokens, dtype=jnp.int32) // layout.tokens
+        resource, resources = pairs.resource + problem.resources * window_T[:, None], problem.resources * layout.windows
+        return tables_lib.build(resource, pairs.count, resources, problem.max_pairs, layout.tile, slack=1)
 
     def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
         """From the start's sums on. Scores that are known to stay small need no running maximum."""
@@ -57,20 +49,21 @@ class Path(NamedTuple):
         return jax.lax.cond(small, self._forward_bounded, self._forward_running, inputs, tables, start)
 
     def _forward_bounded(self, inputs, tables, start):
-        shift = _shift(inputs.pairs, start)
-        bias = inputs.pairs.bias.astype(jnp.float32) - shift[:, None]
-        inputs = inputs._replace(pairs=inputs.pairs._replace(bias=bias))
-        total = jnp.exp(start.lse - shift[:, None])
+        # What a token's sums are divided by, in logarithms: where no |score| exceeds SAFE_SCORE, a weight is at most 1,
+        # and the largest one of a head at least exp(-2 SAFE_SCORE) over the keys of the window.
+        bias, used = inputs.pairs.bias.astype(jnp.float32), jnp.arange(self.problem.slots) < inputs.pairs.count[:, None]
+        most = jnp.where(used, bias, -jnp.inf).max(1, initial=-jnp.inf)
+        shift = finite(jnp.maximum(most + SAFE_SCORE, start.lse.max(1)))[:, None]
+        inputs = inputs._replace(pairs=inputs.pairs._replace(bias=bias - shift))
+        total = jnp.exp(start.lse - shift)
         sums, (rounded, total), pair_lse = self._run_forward("bounded", inputs, tables, start.output, total, total)
-        lse = jnp.log(total)
-        return Partial(_divide(sums, rounded), lse + shift[:, None]), self._mass(pair_lse, lse, tables)
+        return self._divided(sums, rounded, jnp.log(total), shift, pair_lse, tables)
 
     def _forward_running(self, inputs, tables, start):
         total = (start.lse > -jnp.inf).astype(jnp.float32)
         top = jnp.maximum(start.lse * LOG2_E, LOWEST)
         sums, (top, total), pair_lse = self._run_forward("running", inputs, tables, start.output, top, total)
-        lse = jnp.log(total) + top / LOG2_E
-        return Partial(_divide(sums, total), lse), self._mass(pair_lse, lse, tables)
+        return self._divided(sums, total, jnp.log(total) + top / LOG2_E, 0.0, pair_lse, tables)
 
     def _run_forward(self, maximum: Maximum, inputs: Inputs, tables: Tables, output, first, total):
         query, query_expert, key, value, pairs, _ = inputs
@@ -78,12 +71,12 @@ class Path(NamedTuple):
         rows = jnp.stack([layout_lib.to_rows(x.astype(jnp.float32), layout) for x in (query, query_expert)], axis=1)
         sums = layout_lib.to_rows(output * total[..., None], layout)
         stats = layout_lib.to_stats(first, total, layout)
-        key, value = (layout_lib.to_lanes(x, layout) for x in (key, value))
-        run = self._kernel(functools.partial(resident_kernels.forward, maximum=maximum))
+        key, value = (to_lanes(x, layout) for x in (key, value))
 
         def window(pair_lse, of_window):
             rows, sums, stats, bounds = of_window
-            sums, stats, pair_lse = run(rows, key, value, sums, stats, pair_lse, tiles, bounds)
+            arrays = rows, key, value, sums, stats, pair_lse, tiles, bounds
+            sums, stats, pair_lse = self._run(resident_kernels.forward, *arrays, maximum=maximum)
             return pair_lse, (sums, stats)
 
         pair_lse = jnp.zeros_like(sums, shape=(layout.groups, len(tiles.resource), layout.heads, layout.tile))
@@ -91,13 +84,14 @@ class Path(NamedTuple):
         sums = layout_lib.from_rows(sums, layout, query.shape)
         return sums, layout_lib.from_stats(stats, layout, query.shape[:2]), pair_lse / LOG2_E
 
-    def _mass(self, pair_lse: Float[Array, "G N h t"], lse: Float[Array, "T H"], tables: Tables):
-        """Share of the whole on every slot's pair, mean over heads."""
+    def _divided(self, sums, total, lse: Float[Array, "T H"], shift, pair_lse: Float[Array, "G N h t"], tables: Tables):
+        """The result, whose log-sum-exp is `lse + shift`; and its share on every slot's pair, mean over heads."""
         groups, tiles, heads, tile = pair_lse.shape
         pair_lse = pair_lse.transpose(1, 3, 0, 2).reshape(tiles, tile, groups * heads)[..., : lse.shape[1]]
         token = tables.numbering.token.at[tables.pair].get(mode="clip")
         mass_Nt = jnp.exp(pair_lse - finite(lse).at[token].get(mode="clip")).mean(-1)
-        return tables_lib.to_slots(_to_pairs(mass_Nt, tables), tables.numbering, self.problem.slots)
+        mass = tables_lib.to_slots(tables_lib.rows_to_pairs(mass_Nt, tables), tables.numbering, self.problem.slots)
+        return Partial(sums / jnp.where(total > 0, total, 1.0)[..., None], lse + shift), mass
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
         """Every kernel adds to what there is: no gradient is written twice, and none is left unwritten."""
@@ -107,37 +101,32 @@ class Path(NamedTuple):
         packed = jnp.stack([_pack(x, d_output, layout) for x in (query, query_expert)], axis=1)
         stats = layout_lib.to_stats(lse, delta, layout, padding=-LOWEST)  # no weight, whatever the bias
         d_rows = jnp.stack([layout_lib.to_rows(x, layout) for x in (start.query, start.query_expert)], axis=1)
-        key, value, d_key, d_value = (layout_lib.to_lanes(x, layout) for x in (key, value, start.key, start.value))
-        run = self._kernel(resident_kernels.backward)
+        key, value, d_key, d_value = (to_lanes(x, layout) for x in (key, value, start.key, start.value))
 
         def window(state, of_window):
             d_key, d_value, d_bias = state
             packed, stats, d_rows, bounds = of_window
-            d_rows, d_bias, d_key, d_value = run(
-                packed, stats, key, value, d_key, d_value, d_rows, d_bias, tiles, bounds
-            )
+            arrays = packed, stats, key, value, d_key, d_value, d_rows, d_bias, tiles, bounds
+            d_rows, d_bias, d_key, d_value = self._run(resident_kernels.backward, *arrays)
             return (d_key, d_value, d_bias), d_rows
 
         d_bias = jnp.zeros_like(d_key, shape=(layout.groups, len(tiles.resource), 1, layout.tile))
         state, d_rows = jax.lax.scan(window, (d_key, d_value, d_bias), (packed, stats, d_rows, self._bounds(tables)))
         d_key, d_value, d_bias = state
         d_query, d_query_expert = (layout_lib.from_rows(x, layout, query.shape) for x in d_rows.swapaxes(0, 1))
-        d_key, d_value = (layout_lib.from_lanes(x, layout, problem.heads, problem.d) for x in (d_key, d_value))
-        d_bias = tables_lib.to_slots(_to_pairs(d_bias.sum((0, 2)), tables), tables.numbering, problem.slots)
+        d_key, d_value = (from_lanes(x, layout, problem.heads, problem.d) for x in (d_key, d_value))
+        d_bias = tables_lib.rows_to_pairs(d_bias.sum((0, 2)), tables)
+        d_bias = tables_lib.to_slots(d_bias, tables.numbering, problem.slots)
         return Gradients(d_query, d_query_expert, d_key, d_value, start.bias + d_bias)
 
     def _tiles(self, pairs: Pairs, tables: Tables) -> Tiles:
         tokens, pair = self.layout.tokens, tables.pair[:, None]
         token = tables.numbering.token.at[pair].get(mode="fill", fill_value=-1)
-
-        def rows(x, fill):
-            return tables_lib.from_slots(x, tables.numbering, fill=fill).at[pair].get(mode="fill", fill_value=fill)
-
         return Tiles(
             resource=tables.resource % self.problem.resources,
             row=ROWS * jnp.where(pair < self.problem.max_pairs, token % tokens, tokens),
-            bias=rows(pairs.bias.astype(jnp.float32), -jnp.inf),
-            visible=rows(pairs.visible, 0),
+            bias=tables_lib.slots_to_rows(pairs.bias.astype(jnp.float32), tables, -jnp.inf),
+            visible=tables_lib.slots_to_rows(pairs.visible, tables, 0),
         )
 
     def _bounds(self, tables: Tables) -> Bounds:
@@ -148,13 +137,10 @@ class Path(NamedTuple):
         first = jnp.where(first < last, first, len(tables.resource) - 1)  # a window without pairs: the empty tile
         return Bounds(first, experts, jnp.maximum(last - first, 1))
 
-    def _kernel(self, kernel):
-        problem, size = self.problem, vmem_bytes(self.layout, self.problem.m, self.problem.dtype.itemsize)
-
-        def call(*arrays, interpret: bool):
-            return kernel(*arrays, run=Run(self.layout, problem.scale, size, interpret))
-
-        return functools.partial(compiled_or_interpreted, call)
+    def _run(self, kernel, *arrays, **options):
+        size = vmem_bytes(self.layout, self.problem.m, self.problem.dtype.itemsize)
+        options |= {"layout": self.layout, "scale": self.problem.scale, "vmem_bytes": size}
+        return compiled_or_interpreted(kernel, *arrays, **options)
 
 
 def plan(problem: Problem, vmem: int | None = None) -> Path:
@@ -174,9 +160,6 @@ def plan(problem: Problem, vmem: int | None = None) -> Path:
     return Path(problem, layout_lib.choose(problem.tokens, problem.heads, problem.d, rows, most_tokens))
 
 
-attend = functools.partial(operation.attend, plan, local=window.ON_TPUS)
-
-
 def vmem_bytes(layout: Layout, m: int, itemsize: int) -> int:
     """Fast memory of the larger pass, the forward one with its running maximum.
 
@@ -190,26 +173,6 @@ def vmem_bytes(layout: Layout, m: int, itemsize: int) -> int:
     # Gradients of keys and values come in and go out.
     backward = (layout.slots + layout.tile) * (packed + token + stats) + table * (2 * itemsize + 4 * 4)
     return max(forward, backward) + itemsize * (2**20 + 3 * m * layout.lanes)
-
-
-def _shift(pairs: Pairs, start: Partial) -> Float[Array, "T"]:
-    """What a token's sums may be divided by, in logarithms, where no |score| exceeds SAFE_SCORE.
-
-    A weight is then at most 1, and the largest one of a head at least exp(-2 SAFE_SCORE) over the keys of the window.
-    """
-    used = jnp.arange(pairs.bias.shape[1]) < pairs.count[:, None]
-    bias = jnp.where(used, pairs.bias.astype(jnp.float32), -jnp.inf).max(1, initial=-jnp.inf)
-    return finite(jnp.maximum(bias + SAFE_SCORE, start.lse.max(1)))
-
-
-def _divide(sums: Float[Array, "T H d"], total: Float[Array, "T H"]) -> Float[Array, "T H d"]:
-    return sums / jnp.where(total > 0, total, 1.0)[..., None]
-
-
-def _to_pairs(x: Float[Array, "N t"], tables: Tables) -> Float[Array, "P"]:
-    """The value of every pair's row."""
-    zeros = jnp.zeros_like(tables.numbering.token, jnp.float32)
-    return zeros.at[tables.pair].set(x, mode="drop", unique_indices=True)
 
 
 def _pack(query: Float[Array, "T H d"], d_output: Float[Array, "T H d"], layout: Layout) -> Num[Array, "n G V 128"]:

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.block_sparse_attention.tpu.layout import TOTAL, Layout
-from pallas_kernels.tpu import F32, LANES, LOG2_E, ROWS, dot
+from pallas_kernels.tpu import F32, LANES, LOG2_E, ROWS, call, dot
 
 BATCH = 8  # tokens whose sums are read before the first is written: rows of a tile are different tokens
 UNROLL = 32  # rows in one basic block: enough to hide the latency of a load
@@ -48,18 +48,9 @@ class Bounds(NamedTuple):
     number: Int[Array, ""]  # at least 1: an empty tile where there is none
 
 
-class Run(NamedTuple):
-    """How a kernel is run."""
-
-    layout: Layout
-    scale: float
-    vmem_bytes: int
-    interpret: bool
-
-
 def _copy(semaphores, *pairs) -> None:
     """From main to fast memory, at once, and waits for all."""
-    copies = [pltpu.make_async_copy(*pair, semaphores.at[i]) for i, pair in enumerate(pairs)]
+    copies = [pltpu.make_async_copy(source, to, semaphores.at[i]) for i, (source, to) in enumerate(pairs)]
     for copy in copies:
         copy.start()
     for copy in copies:
@@ -149,7 +140,8 @@ class _Sums:
     """What the heads of a unit give for the same tokens, added up and stored when the last one is in."""
 
     def __init__(self, ref, layout: Layout):
-        self.ref, self.layout, self.partial = ref, layout, {}
+        self.ref, self.layout = ref, layout
+        self.partial: dict[tuple[int, int], Any] = {}
 
     def add(self, job: _Job, x) -> None:
         key, n = (job.unit, job.first), self.layout.rows_a_unit
@@ -179,10 +171,10 @@ def _forward_kernel(
     resource, bounds, row_ref, bias_ref, visible_ref, query_ref, key_ref, value_ref, sum_in, stats_in, lse_in,  # in
     sum_ref, stats_ref, pair_lse_ref,  # out
     queries, outputs, stats, decays, copied,  # scratch: the tile's rows
-    *, run: Run, maximum: Maximum,
+    *, layout: Layout, scale: float, interpret: bool, maximum: Maximum,
 ):  # fmt: skip
     del resource, bounds, lse_in
-    group, step, layout, running = pl.program_id(0), pl.program_id(1), run.layout, maximum == "running"
+    group, step, running = pl.program_id(0), pl.program_id(1), maximum == "running"
 
     @pl.when(step == 0)
     def _():
@@ -194,8 +186,8 @@ def _forward_kernel(
             if running:
                 stats[pl.ds(first + j, 1), :] = stats_ref[0, _token(row), :]
 
-    _for_rows(row_ref, run.interpret, gather)
-    before = stats[...].T if running else None
+    _for_rows(row_ref, interpret, gather)
+    before: Any = stats[...].T if running else None
     seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
     bias, sums, jobs = bias_ref[0] * LOG2_E, _Sums(outputs, layout), _Job.all_of(layout)
 
@@ -205,7 +197,7 @@ def _forward_kernel(
 
     def softmax(job, score):
         columns = job.columns(layout)
-        score = jnp.where(seen[:, columns], score * (run.scale * LOG2_E) + bias[:, columns], -jnp.inf)
+        score = jnp.where(seen[:, columns], score * (scale * LOG2_E) + bias[:, columns], -jnp.inf)
         if running:
             top = jnp.maximum(before[job.head : job.head + 1, columns], jnp.max(score, axis=0, keepdims=True))
             score = score - top
@@ -243,7 +235,7 @@ def _forward_kernel(
             sum_ref[0, _rows(row), :] = new
             stats_ref[0, _token(row), :] = total
 
-    _for_rows(row_ref, run.interpret, accumulate)
+    _for_rows(row_ref, interpret, accumulate)
 
 
 def _backward_kernel(
@@ -251,10 +243,10 @@ def _backward_kernel(
     d_key_in, d_value_in, d_query_in, d_bias_in,
     d_query_ref, d_bias_ref, d_key_ref, d_value_ref,  # out
     packed, outputs, stats, copied,  # scratch
-    *, run: Run, size: int,
+    *, layout: Layout, scale: float, interpret: bool, size: int,
 ):  # fmt: skip
     del d_bias_in
-    group, step, layout, dtype = pl.program_id(0), pl.program_id(1), run.layout, key_ref.dtype
+    group, step, dtype = pl.program_id(0), pl.program_id(1), key_ref.dtype
     here = bounds[0] + step
 
     @pl.when((step == 0) | (here == bounds[1]))
@@ -271,7 +263,7 @@ def _backward_kernel(
             packed[_rows(first + j, size, size), :] = packed_ref[0, 0, _rows(row, size, size // ROWS), :]
             stats[pl.ds(first + j, 1), :] = stats_ref[0, _token(row), :]
 
-    _for_rows(row_ref, run.interpret, gather)
+    _for_rows(row_ref, interpret, gather)
     statistics, bias, jobs = stats[...].T, bias_ref[0] * LOG2_E, _Job.all_of(layout)
     seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
     sums = _Sums(outputs, layout)
@@ -287,7 +279,7 @@ def _backward_kernel(
         columns = job.columns(layout)
         lse, delta = (statistics[x + job.head : x + job.head + 1, columns] for x in (0, TOTAL))
         shift = bias[:, columns] - lse * LOG2_E
-        weight = jnp.where(seen[:, columns], jnp.exp2(score * (run.scale * LOG2_E) + shift), 0.0)
+        weight = jnp.where(seen[:, columns], jnp.exp2(score * (scale * LOG2_E) + shift), 0.0)
         d_score = weight * (d_weight - delta)
         d_bias = jnp.sum(d_score, axis=0, keepdims=True)
         return query, d_output, weight.astype(dtype), d_score.astype(dtype), d_bias
@@ -309,7 +301,7 @@ def _backward_kernel(
         for row, new in zip(rows, news, strict=True):
             d_query_ref[0, 0, _rows(row), :] = new
 
-    _for_rows(row_ref, run.interpret, accumulate)
+    _for_rows(row_ref, interpret, accumulate)
 
 
 def _unpack(packed, job: _Job, layout: Layout, size: int):
@@ -325,65 +317,55 @@ def _phase(step, bounds):
     return (bounds[0] + step >= bounds[1]).astype(jnp.int32)  # 0: context, rotated queries; 1: experts
 
 
-class _Blocks:
+class _Blocks(NamedTuple):
     """Which part of every array a step sees. What stays for many steps has one buffer, or fast memory would not do."""
 
-    def __init__(self, layout: Layout, m: int):
-        tile, one = layout.tile, pl.Buffered(1)
-        by_tile = lambda g, s, _, bounds: (bounds[0] + s, 0, 0)  # noqa: E731
-        self.layout = layout
-        self.scalars = pl.BlockSpec((1, 1, tile), by_tile, memory_space=pltpu.SMEM)
-        self.row = pl.BlockSpec((1, 1, tile), by_tile)
-        self.stats = pl.BlockSpec((1, layout.slots, LANES), lambda g, s, *_: (g, 0, 0), pipeline_mode=one)
-        self.sums = pl.BlockSpec((1, layout.slots * ROWS, LANES), lambda g, s, *_: (g, 0, 0), pipeline_mode=one)
-        self.table = pl.BlockSpec((1, m, layout.lanes), lambda g, s, resource, bounds: (resource[bounds[0] + s], 0, g))
-        self.anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    layout: Layout
+
+    def by_tile(self, **memory) -> pl.BlockSpec:
+        return pl.BlockSpec((1, 1, self.layout.tile), lambda g, s, _, bounds: (bounds[0] + s, 0, 0), **memory)
+
+    def by_pair(self, rows: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, 1, rows, self.layout.tile), lambda g, s, _, bounds: (g, bounds[0] + s, 0, 0))
+
+    def table(self, m: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, m, self.layout.lanes), lambda g, s, resource, bounds: (resource[bounds[0] + s], 0, g))
+
+    def by_token(self, size: int) -> pl.BlockSpec:
+        shape = (1, self.layout.slots * size, LANES)
+        return pl.BlockSpec(shape, lambda g, s, *_: (g, 0, 0), pipeline_mode=pl.Buffered(1))
 
     def queries(self, size: int) -> pl.BlockSpec:
         shape = (1, 1, self.layout.slots * size, LANES)
         return pl.BlockSpec(shape, lambda g, s, _, bounds: (_phase(s, bounds), g, 0, 0), pipeline_mode=pl.Buffered(1))
 
-    def by_tile(self, rows: int) -> pl.BlockSpec:
-        shape = (1, 1, rows, self.layout.tile)
-        return pl.BlockSpec(shape, lambda g, s, _, bounds: (g, bounds[0] + s, 0, 0))
 
-
-def _call(kernel, name: str, run: Run, specs, scratch, aliases, tiles: Tiles, bounds: Bounds, arrays, shapes, cost):
-    # Inside shard_map a kernel must say over which axes of the mesh its results vary: over those of its arguments.
-    varying = jax.typeof(arrays[0]).manual_axis_type
-    resource, *of_tiles = tiles
-    scalars = resource, jnp.stack(bounds)
-    grid = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=len(scalars),
-        grid=(run.layout.groups, bounds.number),
-        in_specs=specs[0],
-        out_specs=specs[1],
-        scratch_shapes=[*(pltpu.VMEM(shape, dtype) for shape, dtype in scratch), pltpu.SemaphoreType.DMA((2,))],
-    )
-    parameters = pltpu.CompilerParams(
-        dimension_semantics=("parallel", "arbitrary"),
-        disable_bounds_checks=True,  # every address comes from the tables, whose bounds the caller of the op holds
-        vmem_limit_bytes=run.vmem_bytes,
-    )
-    return pl.pallas_call(
-        kernel,
-        grid_spec=grid,
-        out_shape=[jax.ShapeDtypeStruct(shape, F32, manual_axis_type=varying) for shape in shapes],
-        input_output_aliases={len(scalars) + source: to for source, to in aliases.items()},
-        compiler_params=parameters,
-        cost_estimate=cost,
-        interpret=run.interpret,
-        name=name,
-    )(*scalars, *of_tiles, *arrays)
-
-
-def _cost(run: Run, tiles: Tiles, key, products: int, arrays: Sequence) -> pl.CostEstimate:
-    """Of as many tiles as there may be: how many there are is known at run time only."""
-    scores = tiles.row.size * key.shape[1] * run.layout.groups * run.layout.heads
-    return pl.CostEstimate(
-        flops=2 * products * scores * run.layout.d,
-        transcendentals=scores,
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((tiles, arrays))),
+def _call(
+    kernel, name, tiles: Tiles, bounds: Bounds, arrays, results, scratch, aliases, keys: int, products: int,
+    *, layout: Layout, scale: float, vmem_bytes: int, interpret: bool,
+):  # fmt: skip
+    """`aliases` of `arrays` alone. A resource has `keys`; each score is worth as many `products` of d numbers."""
+    blocks, (resource, *of_tiles) = _Blocks(layout), tiles
+    tile_specs = blocks.by_tile(memory_space=pltpu.SMEM), blocks.by_tile(), blocks.by_tile()
+    # Of as many tiles as there may be: how many there are is known at run time only.
+    scores = tiles.row.size * keys * layout.groups * layout.heads
+    return call(
+        functools.partial(kernel, layout=layout, scale=scale, interpret=interpret),
+        name,
+        (layout.groups, bounds.number),
+        (resource, jnp.stack(bounds)),
+        [*zip(tile_specs, of_tiles, strict=True), *arrays],
+        [(block, array.shape, F32) for block, array in results],
+        scratch=[*(pltpu.VMEM(*x) for x in scratch), pltpu.SemaphoreType.DMA((2,))],
+        aliases={len(of_tiles) + source: to for source, to in aliases.items()},
+        bounds_checks=False,  # every address comes from the tables, whose bounds the caller of the op holds
+        vmem_bytes=vmem_bytes,
+        cost=pl.CostEstimate(
+            flops=2 * products * scores * layout.d,
+            transcendentals=scores,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*tiles, *(x for _, x in arrays))),
+        ),
+        interpret=interpret,
     )
 
 
@@ -397,29 +379,23 @@ def forward(
     tiles: Tiles,
     bounds: Bounds,
     *,
-    run: Run,
     maximum: Maximum,
+    layout: Layout,
+    **options: Any,
 ) -> tuple[Float[Array, "G V 128"], Float[Array, "G W 128"], Float[Array, "G N h t"]]:
     """Adds a window's tiles to sums (not divided) and statistics; writes their pairs' log-sum-exp, in base 2.
 
     Statistics are totals, and before them the running maxima in base 2, or totals of the weights as they were rounded.
     """
-    layout = run.layout
-    blocks = _Blocks(layout, key.shape[1])
-    pairs = blocks.by_tile(layout.heads)
-    specs = (
-        [blocks.scalars, blocks.row, blocks.row, blocks.queries(ROWS), blocks.table, blocks.table]
-        + [blocks.anywhere] * 3,
-        [blocks.sums, blocks.stats, pairs],
-    )
-    rows = (layout.tile * ROWS, LANES), F32
+    blocks, anywhere = _Blocks(layout), pl.BlockSpec(memory_space=pl.ANY)
+    table, rows = blocks.table(key.shape[1]), ((layout.tile * ROWS, LANES), F32)
+    arrays = [(blocks.queries(ROWS), query), (table, key), (table, value)]
+    arrays += [(anywhere, sums), (anywhere, stats), (anywhere, pair_lse)]
+    results = [(blocks.by_token(ROWS), sums), (blocks.by_token(1), stats), (blocks.by_pair(layout.heads), pair_lse)]
     scratch = [rows, rows, ((layout.tile, LANES), F32), rows if maximum == "running" else ((ROWS, LANES), F32)]
-    kernel = functools.partial(_forward_kernel, run=run, maximum=maximum)
-    arrays = query, key, value, sums, stats, pair_lse
-    cost = _cost(run, tiles, key, 2, arrays)
-    shapes = [x.shape for x in (sums, stats, pair_lse)]
+    kernel, given = functools.partial(_forward_kernel, maximum=maximum), (arrays, results, scratch, {5: 2})
     name = {"bounded": "block_sparse_attention_forward", "running": "block_sparse_attention_forward_running"}[maximum]
-    return tuple(_call(kernel, name, run, specs, scratch, {8: 2}, tiles, bounds, arrays, shapes, cost))
+    return _call(kernel, name, tiles, bounds, *given, key.shape[1], products=2, layout=layout, **options)
 
 
 def backward(
@@ -434,27 +410,16 @@ def backward(
     tiles: Tiles,
     bounds: Bounds,
     *,
-    run: Run,
+    layout: Layout,
+    **options: Any,
 ) -> tuple[Float[Array, "2 G V 128"], Float[Array, "G N 1 t"], Float[Array, "R m E"], Float[Array, "R m E"]]:
     """Adds a window's tiles to the gradients of queries, keys and values; writes those of its pairs' biases."""
-    layout, size = run.layout, packed.shape[2] // run.layout.slots
-    blocks = _Blocks(layout, key.shape[1])
-    table = blocks.table
-    specs = (
-        [blocks.scalars, blocks.row, blocks.row, blocks.queries(size), blocks.stats]
-        + [table] * 4
-        + [blocks.anywhere] * 2,
-        [blocks.queries(ROWS), blocks.by_tile(1), table, table],
-    )
-    scratch = [
-        ((layout.tile * size, LANES), packed.dtype),
-        ((layout.tile * ROWS, LANES), F32),
-        ((layout.tile, LANES), F32),
-    ]
-    kernel = functools.partial(_backward_kernel, run=run, size=size)
-    arrays = packed, stats, key, value, d_key, d_value, d_query, d_bias
-    cost = _cost(run, tiles, key, 5, arrays)
-    shapes = [x.shape for x in (d_query, d_bias, d_key, d_value)]
-    name = "block_sparse_attention_backward"
-    aliases = {9: 0, 10: 1, 7: 2, 8: 3}
-    return tuple(_call(kernel, name, run, specs, scratch, aliases, tiles, bounds, arrays, shapes, cost))
+    blocks, anywhere = _Blocks(layout), pl.BlockSpec(memory_space=pl.ANY)
+    table, size = blocks.table(key.shape[1]), packed.shape[2] // layout.slots
+    arrays = [(blocks.queries(size), packed), (blocks.by_token(1), stats), (table, key), (table, value)]
+    arrays += [(table, d_key), (table, d_value), (anywhere, d_query), (anywhere, d_bias)]
+    results = [(blocks.queries(ROWS), d_query), (blocks.by_pair(1), d_bias), (table, d_key), (table, d_value)]
+    scratch = [((layout.tile * n, LANES), kind) for n, kind in ((size, packed.dtype), (ROWS, F32), (1, F32))]
+    kernel, name = functools.partial(_backward_kernel, size=size), "block_sparse_attention_backward"
+    given = arrays, results, scratch, {6: 0, 7: 1, 4: 2, 5: 3}
+    return _call(kernel, name, tiles, bounds, *given, key.shape[1], products=5, layout=layout, **options)

@@ -7,7 +7,7 @@ Shapes: W tokens (whole tiles), t tokens a tile, G head groups, h heads a group,
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.block_sparse_attention.tpu.dense_kernels import in_turn
-from pallas_kernels.tpu import F32, LOG2_E, dot
+from pallas_kernels.block_sparse_attention.tpu.dense_kernels import head, in_turn
+from pallas_kernels.tpu import F32, LOG2_E, call, dot
 
 VMEM_BYTES = 56 * 2**20  # of the 64 MiB that the smallest chips have (v5p, TPU7x)
 
@@ -37,6 +37,15 @@ class Layout(NamedTuple):
         return self.heads * self.d
 
 
+class Arrays(NamedTuple):
+    """What both passes read. Key and value: a row a token, and whatever comes after."""
+
+    segment: Int[Array, "W"]
+    query: Num[Array, "W E"]
+    key: Num[Array, "S E"]
+    value: Num[Array, "S E"]
+
+
 def _two(step, kept, own_ref, layout: Layout) -> None:
     """Appends this tile's rows to those of the tile before, kept from the last step; the first tile has none."""
     kept[: layout.tile] = jnp.where(step > 0, kept[layout.tile :], jnp.zeros_like(own_ref))
@@ -52,10 +61,6 @@ def _hide(step, shift_ref, segment_ref, segments, layout: Layout) -> None:
     shift_ref[...] = jnp.where(seen, 0.0, -jnp.inf)
 
 
-def _head(h: int, layout: Layout) -> slice:
-    return slice(h * layout.d, (h + 1) * layout.d)
-
-
 def _forward_kernel(
     segment_ref, own_segment, query_ref, own_key, own_value,  # in
     output_ref, lse_ref,  # out
@@ -68,7 +73,7 @@ def _forward_kernel(
     _hide(step, shift, segment_ref, segments, layout)
 
     def scores(h: int):
-        return dot(keys[:, _head(h, layout)], query_ref[:, _head(h, layout)], (1, 1))
+        return dot(keys[:, head(h, layout)], query_ref[:, head(h, layout)], (1, 1))
 
     def weights(_, score):
         score = score * (scale * LOG2_E) + shift[...]
@@ -77,7 +82,7 @@ def _forward_kernel(
         return weight.astype(values.dtype), jnp.sum(weight, axis=0, keepdims=True), top
 
     def write(h: int, weight, total, top):  # a token sees itself: the total is at least 1
-        lanes = _head(h, layout)
+        lanes = head(h, layout)
         output_ref[:, lanes] = (dot(values[:, lanes], weight, (0, 0)) / total).T
         lse_ref[0, h : h + 1] = jnp.log(total) + top / LOG2_E
 
@@ -105,10 +110,10 @@ def _backward_kernel(
         d_bias = [jnp.zeros((1, tile), F32)]
 
         def scores(h: int):
-            return dot(keys[:, _head(h, layout)], query_ref[:, _head(h, layout)], (1, 1))
+            return dot(keys[:, head(h, layout)], query_ref[:, head(h, layout)], (1, 1))
 
         def weights(h: int, score):
-            lanes, row = _head(h, layout), slice(h, h + 1)
+            lanes, row = head(h, layout), slice(h, h + 1)
             d_output = d_output_ref[:, lanes].astype(dtype)
             weight = jnp.exp2(score * (scale * LOG2_E) + shift[...] - lse_ref[0, row] * LOG2_E)
             d_score = weight * (dot(values[:, lanes], d_output, (1, 1)) - delta_ref[0, row])
@@ -116,7 +121,7 @@ def _backward_kernel(
             return weight.astype(dtype), d_score.astype(dtype)
 
         def add(h: int, weight, d_score):
-            lanes = _head(h, layout)
+            lanes = head(h, layout)
             # In the first tile what is carried over is nothing yet, and what is written here is written anew.
             both = dot(weight, d_output_ref[:, lanes].astype(dtype), (1, 0))
             d_value_ref[:, lanes] = d_values[:, lanes] + both[:tile]
@@ -133,13 +138,7 @@ def _backward_kernel(
 def _blocks(layout: Layout) -> dict[str, pl.BlockSpec]:
     """Which part of every array a step sees. The backward pass has one more step, which only writes the last keys."""
     tile, lanes = layout.tile, layout.lanes
-
-    def own(i):
-        return jnp.minimum(i, layout.tiles - 1)
-
-    def before(i):
-        return jnp.maximum(i - 1, 0)
-
+    own, before = (lambda i: jnp.minimum(i, layout.tiles - 1)), (lambda i: jnp.maximum(i - 1, 0))
     return {
         "segment": pl.BlockSpec((1, tile), lambda g, i: (0, own(i))),
         "own segment": pl.BlockSpec((tile, 1), lambda g, i: (own(i), 0)),
@@ -150,69 +149,49 @@ def _blocks(layout: Layout) -> dict[str, pl.BlockSpec]:
     }
 
 
-_INTO = ("segment", "own segment", "own", "own", "own")
-
-
-def _two_tiles(layout: Layout, dtype) -> list:
-    """Scratch for what is added to scores, and for segments, keys and values."""
-    two, table = 2 * layout.tile, (2 * layout.tile, layout.lanes)
-    return [((two, layout.tile), F32), ((two, 1), jnp.int32), (table, dtype), (table, dtype)]
-
-
-def _call(kernel, name: str, steps: int, layout: Layout, into, out, shapes, scratch, arrays, interpret):
-    # Inside shard_map a kernel must say over which axes of the mesh its results vary: over those of its arguments.
-    varying, blocks = jax.typeof(arrays[-1]).manual_axis_type, _blocks(layout)
-    return pl.pallas_call(
-        kernel,
-        grid=(layout.groups, steps),
-        in_specs=[blocks[x] for x in into],
-        out_specs=[blocks[x] for x in out],
-        out_shape=[jax.ShapeDtypeStruct(shape, F32, manual_axis_type=varying) for shape in shapes],
-        scratch_shapes=[pltpu.VMEM(*x) for x in scratch],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
-        ),
+def _call(kernel, name: str, steps: int, given: Arrays, arrays, results, scratch=(), *, layout, scale, interpret):
+    blocks, (segment, *tokens), two = _blocks(layout), given, 2 * layout.tile
+    # What is added to scores; and of two tiles segments, keys and values.
+    kept = [((two, layout.tile), F32), ((two, 1), jnp.int32), *[((two, layout.lanes), given.key.dtype)] * 2]
+    own = [("own", x) for x in tokens]
+    arrays = [("segment", segment[None]), ("own segment", segment[:, None]), *own, *arrays]
+    return call(
+        functools.partial(kernel, layout=layout, scale=scale),
+        name,
+        (layout.groups, steps),
+        (),
+        [(blocks[block], x) for block, x in arrays],
+        [(blocks[block], shape, F32) for block, shape in results],
+        scratch=[pltpu.VMEM(*x) for x in (*kept, *scratch)],
+        vmem_bytes=VMEM_BYTES,
         interpret=interpret,
-        name=name,
-    )(*arrays)
+    )
 
 
 def forward(
-    segment: Int[Array, "W"],
-    query: Num[Array, "W E"],
-    key: Num[Array, "S E"],
-    value: Num[Array, "S E"],
+    given: Arrays,
     *,
     layout: Layout,
-    scale: float,
-    interpret: bool,
+    **options: Any,
 ) -> tuple[Float[Array, "W E"], Float[Array, "G h W"]]:
-    """Output and log-sum-exp. Key and value: a row a token, and whatever comes after."""
-    kernel = functools.partial(_forward_kernel, layout=layout, scale=scale)
-    shapes = query.shape, (layout.groups, layout.heads, len(query))
-    scratch, arrays = _two_tiles(layout, key.dtype), (segment[None], segment[:, None], query, key, value)
-    name, out = "local_window_forward", ("own", "stats")
-    return tuple(_call(kernel, name, layout.tiles, layout, _INTO, out, shapes, scratch, arrays, interpret))
+    """Output and log-sum-exp."""
+    results = [("own", given.query.shape), ("stats", (layout.groups, layout.heads, len(given.query)))]
+    arguments = "local_window_forward", layout.tiles, given, (), results
+    return _call(_forward_kernel, *arguments, layout=layout, **options)
 
 
 def backward(
-    segment: Int[Array, "W"],
-    query: Num[Array, "W E"],
-    key: Num[Array, "S E"],
-    value: Num[Array, "S E"],
+    given: Arrays,
     d_output: Num[Array, "W E"],
     lse: Float[Array, "G h W"],
     delta: Float[Array, "G h W"],
     *,
     layout: Layout,
-    scale: float,
-    interpret: bool,
+    **options: Any,
 ) -> tuple[Float[Array, "W E"], Float[Array, "W E"], Float[Array, "W E"], Float[Array, "G 1 W"]]:
     """Gradients of queries, keys, values and biases; `lse` is over all that a token sees, less the window's bias."""
-    kernel = functools.partial(_backward_kernel, layout=layout, scale=scale)
-    into, out = (*_INTO, "own", "stats", "stats"), ("own", "before", "before", "bias")
-    shapes = *[query.shape] * 3, (layout.groups, 1, len(query))
-    scratch = [*_two_tiles(layout, key.dtype), *[((layout.tile, layout.lanes), F32)] * 2]
-    arrays = segment[None], segment[:, None], query, key, value, d_output, lse, delta
-    name = "local_window_backward"
-    return tuple(_call(kernel, name, layout.tiles + 1, layout, into, out, shapes, scratch, arrays, interpret))
+    arrays, shape = [("own", d_output), ("stats", lse), ("stats", delta)], given.query.shape
+    results = [("own", shape), ("before", shape), ("before", shape), ("bias", (layout.groups, 1, shape[0]))]
+    scratch = [((layout.tile, layout.lanes), F32)] * 2
+    arguments = "local_window_backward", layout.tiles + 1, given, arrays, results, scratch
+    return _call(_backward_kernel, *arguments, layout=layout, **options)
