@@ -220,7 +220,7 @@ def _step(
     experiment = ExperimentConfig(config, data, training=TrainingConfig(batch_size=rows), mesh=mesh)
     count = 1 if mesh == MeshConfig() else 2
     placement = place(experiment, jax.devices()[:count])
-    weights = loss_weights(config, np.ones_like(first_sparsity_weights(config)))
+    weights = loss_weights(config) | {"sparsity_loss": np.ones_like(first_sparsity_weights(config))}
     compute = functools.partial(
         gradients_and_metrics, structure(config), weights=weights, accumulate=1, shards=placement.shards
     )

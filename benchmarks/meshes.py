@@ -124,7 +124,8 @@ def compiled_on(
         gradients_and_metrics,
         structure(config.model),
         accumulate=config.training.accumulate,
-        weights=loss_weights(config.model, np.full(len(config.model.layers_of("relu_moe")), 0.1, np.float32)),
+        weights=loss_weights(config.model)
+        | {"sparsity_loss": np.full(len(config.model.layers_of("relu_moe")), 0.1, np.float32)},
         shards=placement.shards,
     )
     step = jax.jit(over_mesh(compute, placement, (placement.params, PartitionSpec())))

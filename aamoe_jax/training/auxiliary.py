@@ -30,18 +30,11 @@ FACTOR = 1.2
 Weights = dict[str, Float[Array | np.ndarray, "..."] | float]
 
 
-def loss_weights(config: ModelConfig, sparsity_weight: Float[Array | np.ndarray, "n"]) -> Weights:
-    """The weight of each of LOSSES, which are means over the layers that have them.
-
-    Args:
-      sparsity_weight: lambda of every layer of ReLU experts.
-    """
-    return {
-        "predictor_loss": PREDICTOR_WEIGHT,
-        "balance_loss": _layers_with("balance_loss", config)
-        * config.of(MoEConfig).balance_weight,  # Switch adds those of all layers
-        "sparsity_loss": sparsity_weight,
-    }
+def loss_weights(config: ModelConfig) -> Weights:
+    """The weights of LOSSES, which are means over the layers that have them. That of `sparsity_loss`, lambda of every
+    layer of ReLU experts, is in the state."""
+    layers = _layers_with("balance_loss", config)  # Switch adds the losses of all layers
+    return {"predictor_loss": PREDICTOR_WEIGHT, "balance_loss": layers * config.of(MoEConfig).balance_weight}
 
 
 def auxiliary_loss(weights: Weights, statistics: Statistics) -> Float[Array, ""] | float:
@@ -59,8 +52,6 @@ def adapted(weights: Float[Array, "n"], statistics: Statistics, config: ModelCon
 
     This is ReMoE's rule, for every layer by itself (UNI-05).
     """
-    if not len(weights):
-        return weights
     moe = config.of(MoEConfig)
     pairs = moe.num_experts * jnp.maximum(statistics["moe_tokens"][0], 1)  # the tokens of all layers are the same
     sparsity = 1 - statistics["relu_pairs"] / pairs

@@ -26,7 +26,7 @@ from aamoe_jax.mixers.base import BudgetMode, Statistics
 from aamoe_jax.mixers.statistics import combine, over_all_devices
 from aamoe_jax.model import merge
 from aamoe_jax.shards import AXES, TOKENS, Shards, sum_over_all
-from aamoe_jax.training.auxiliary import Weights, adapted, auxiliary_loss, loss_weights
+from aamoe_jax.training.auxiliary import LOSSES, Weights, adapted, auxiliary_loss, loss_weights
 from aamoe_jax.training.optimizer import gradient_norm, learning_rate
 from aamoe_jax.training.state import Placement, TrainState
 from pallas_kernels.varying import varying
@@ -57,9 +57,10 @@ def make_train_step(
     )
     gradients_of = over_mesh(compute, placement, (placement.params, PartitionSpec()), PartitionSpec())
     count_bytes = target_bytes(byte_lengths, placement)
+    weights = loss_weights(config.model)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        gradients, metrics = gradients_of(state.params, batch, loss_weights(config.model, state.sparsity_weight))
+        gradients, metrics = gradients_of(state.params, batch, weights | {"sparsity_loss": state.sparsity_weight})
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         # The optimizer's own count, which leaves out the steps that were skipped.
         _, updates_made = optax.tree.get_all_with_path(state.optimizer, "count")[0]
@@ -70,7 +71,9 @@ def make_train_step(
             "sparsity_weight": state.sparsity_weight,
         }
         params = optax.apply_updates(state.params, updates)
-        sparsity_weight = adapted(state.sparsity_weight, metrics["statistics"], config.model)
+        sparsity_weight = state.sparsity_weight
+        if sparsity_weight.size:  # one for every layer of ReLU experts
+            sparsity_weight = adapted(sparsity_weight, metrics["statistics"], config.model)
         after = TrainState(state.step + 1, params, optimizer_state, state.key, sparsity_weight)
         if config.training.nonfinite == "skip":
             finite = jnp.isfinite(metrics["nll"]) & jnp.isfinite(metrics["grad_norm"])
@@ -135,7 +138,9 @@ def gradients_and_metrics(
     def loss_fn(params: dict[str, Any], rows: Batch) -> tuple[Float[Array, ""], Metrics]:
         nll, statistics = negative_log_likelihood(graphdef, params, rows, shards)
         nll, statistics = sum_over_all(nll), over_all_devices(statistics)
-        loss = nll / jnp.maximum(count, 1) + auxiliary_loss(weights, statistics) / jnp.maximum(tokens, 1)
+        loss = nll / jnp.maximum(count, 1)
+        if not statistics.keys().isdisjoint(LOSSES):
+            loss += auxiliary_loss(weights, statistics) / jnp.maximum(tokens, 1)
         return loss, {"nll": nll, "statistics": statistics}
 
     grad_fn = functools.partial(jax.grad(loss_fn, has_aux=True), params)
