@@ -1,7 +1,7 @@
 """The part of a batch that code inside `jax.shard_map` sees, and how it gets at the rest.
 
 Rows are divided over `data` and `fsdp`. The tokens of a row are divided over `resource`, then `tensor`, into contiguous
-parts; whoever attends first gathers the tokens of one `tensor` group and takes a part of the heads instead. An axis of
+parts; attention first gathers the tokens of one `tensor` group and takes a part of the heads instead. An axis of
 size 1 moves nothing, so the same code runs where there is no mesh at all.
 """
 

@@ -117,7 +117,7 @@ def run(config: ExperimentConfig, task: Task) -> Result:
     """Trains one stack on a task until it is solved, and measures it.
 
     Raises:
-      ConfigError: the vocabulary has no room for the tokens of the tasks, or rows are too short.
+      ConfigError: the vocabulary is too small for the tasks, or rows are too short.
     """
     model, training, length = config.model, config.training, config.data.seq_len
     if model.vocab_size < VOCAB_SIZE:

@@ -60,17 +60,18 @@ def define_flags() -> None:
         "training budgets of the paper, which see the future: no honest perplexity, shown beside the causal one. "
         "`prefix`, `predictor`, `predictor_uncapped`: by name. `all`: side by side, as many as the model has.",
     )
-    flags.DEFINE_float("budget_scale", 1.0, "The dial: multiplies the budget of every token.")
+    flags.DEFINE_float("budget_scale", 1.0, "Multiplies the budget of every token.")
     flags.DEFINE_enum(
         "sweep",
         "none",
         ["none", "budget", "length"],
-        "`budget`: along the dial. `length`: in rows of other lengths, with the budget per token and per row fixed.",
+        "`budget`: at several budget scales. `length`: in rows of other lengths, with the budget per token or per row "
+        "fixed.",
     )
     flags.DEFINE_list(
         "sweep_points",
         [],
-        f"Of a budget sweep the settings of the dial, {','.join(map(str, BUDGET_SCALES))} if not given; of a length "
+        f"Of a budget sweep the budget scales, {','.join(map(str, BUDGET_SCALES))} if not given; of a length "
         f"sweep multiples of the training length, {','.join(map(str, LENGTH_FACTORS))} if not given.",
     )
     flags.DEFINE_list(
@@ -120,7 +121,7 @@ def swept_budget(model: ModelConfig) -> BudgetMode:
     if FLAGS.budget == "all":
         raise ConfigError(f"--budget=all: --sweep={FLAGS.sweep} takes one kind of budget")
     if FLAGS.budget_scale != 1:
-        raise ConfigError(f"--budget_scale={FLAGS.budget_scale}: --sweep={FLAGS.sweep} turns the dial itself")
+        raise ConfigError(f"--budget_scale={FLAGS.budget_scale}: --sweep={FLAGS.sweep} sets the budget scale itself")
     if FLAGS.sweep == "budget" and not budget_modes(model):
         raise ConfigError("--sweep=budget: this model has no AA-MoE layer, so it has no budgets")
     return asked_budgets(model)[-1]
@@ -204,7 +205,7 @@ def evaluate_dataset(checkpoint: Checkpoint, data: DataConfig, name: str) -> Rec
 
 
 def sweep_dataset(checkpoint: Checkpoint, data: DataConfig, name: str) -> Record:
-    """The record of one dataset along the dial, or in rows of several lengths."""
+    """The record of one dataset at several budget scales, or in rows of several lengths."""
     model, points = checkpoint.config.model, sweep_points()
     budget, record = swept_budget(model), _dataset_record(data, name)
     start = (structure(model, skipped_layers(model)), checkpoint.params, model)
@@ -288,9 +289,9 @@ def main(argv: list[str]) -> None:
     measure = evaluate_dataset if FLAGS.sweep == "none" else sweep_dataset
     results = [measure(checkpoint, data, name) for name in FLAGS.datasets or [name for name, _ in data.mixture]]
     part = f", the first {FLAGS.max_batches} batches alone: a part" if FLAGS.max_batches else ""
-    dial = f", every budget times {report.fraction(FLAGS.budget_scale)}" if FLAGS.budget_scale != 1 else ""
+    scaled = f", every budget times {report.fraction(FLAGS.budget_scale)}" if FLAGS.budget_scale != 1 else ""
     skipped = f", without {', '.join(FLAGS.skip_layers)}" if FLAGS.skip_layers else ""
-    print(f"checkpoint of step {checkpoint.step}, {FLAGS.split} split{part}{dial}{skipped}")
+    print(f"checkpoint of step {checkpoint.step}, {FLAGS.split} split{part}{scaled}{skipped}")
     print(tables(results))
     exact = model.dtype == "float32" and jax.default_backend() == "cpu"
     warnings = report.causality_warnings((item for result in results for item in measured(result)), exact=exact)

@@ -34,7 +34,9 @@ def define_flags() -> None:
     flags.DEFINE_multi_string("prompt", [], "Text to continue. Repeat it to continue several together.")
     flags.DEFINE_multi_string("prompt_file", [], "File whose bytes are to be continued; - reads standard input.")
     flags.DEFINE_integer("tokens", 200, "Most tokens to add to each.", lower_bound=1)
-    flags.DEFINE_integer("cache", None, "Tokens that a text has room for, prompt included; as many as needed.")
+    flags.DEFINE_integer(
+        "cache", None, "Length of the cache in tokens, prompt included; as many as needed if not given."
+    )
     flags.DEFINE_float("temperature", DEFAULT_SAMPLING.temperature, "0: always the most probable token.")
     flags.DEFINE_integer("top_k", None, "Draw from the k most probable tokens alone.")
     flags.DEFINE_float("top_p", 1.0, "Draw from the most probable tokens that together have this probability.")
@@ -46,7 +48,7 @@ def define_flags() -> None:
         ["causal", "prefix", "predictor"],
         "`causal`: what the model was trained for, prefix budgets or the predictor under the cap.",
     )
-    flags.DEFINE_float("budget_scale", 1.0, "The dial: multiplies the budget of every token.")
+    flags.DEFINE_float("budget_scale", 1.0, "Multiplies the budget of every token.")
 
 
 def read_prompts() -> list[bytes]:

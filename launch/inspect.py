@@ -39,7 +39,7 @@ def define_flags() -> None:
     flags.DEFINE_bool("copies", False, "Measure repeated against new tokens of a held-out split instead.")
     flags.DEFINE_bool("maps", False, "With --text: print the indicators of all attention maps, and write no page.")
     flags.DEFINE_integer("tokens", None, "Most tokens shown; a row of training if not given.", lower_bound=1)
-    flags.DEFINE_float("budget_scale", 1.0, "The dial: multiplies the budget of every token.")
+    flags.DEFINE_float("budget_scale", 1.0, "Multiplies the budget of every token.")
     flags.DEFINE_string("output", None, "File to write; inside the run folder if not given.")
     flags.DEFINE_list("datasets", [], "--copies: datasets to measure on; the mixture of the run if not given.")
     flags.DEFINE_enum("split", "test", ["validation", "test"], "--copies: held-out split.")

@@ -34,7 +34,7 @@ class Schedule(NamedTuple):
     loops: tuple[Loop, ...]  # in order of appearance
     cycles_a_step: int  # bundles of one step of the grid, inner loops times their trips, without what may be skipped
     slots: dict[str, float]  # share of the slots of every kind that are filled in those cycles
-    spills: int  # vector registers stored for want of room
+    spills: int  # vector registers stored because there are too few
 
     @property
     def binding(self) -> tuple[str, float]:

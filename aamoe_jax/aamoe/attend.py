@@ -34,7 +34,7 @@ class Attended(NamedTuple):
     mass: Float[Array, "b s K"]
     """Share of the attention on each slot, mean over heads."""
     overflow: Num[Array, ""] | float = 0
-    """Pairs that had no room (`MeshConfig.pair_bound`)."""
+    """Pairs dropped past `MeshConfig.pair_bound`."""
 
 
 def attend_here(

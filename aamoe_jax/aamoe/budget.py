@@ -85,7 +85,7 @@ def next_budget(
     wanted = floor_causal_budgets(budget)
     granted = jnp.minimum(wanted, limit)
     if mode in CAPPED:
-        # Where the dial was turned down, more may have been spent than is allowed by now.
+        # Where the budget scale was lowered, more may have been spent than is allowed by now.
         granted = jnp.clip(total_allowance(positions + 1, beta, slack) - spent[:, None], 0, granted)
     return Budget(budget, wanted, granted), log_mean
 
@@ -192,7 +192,7 @@ def floor_causal_budgets(budget: Float[Array, "b L"]) -> Int[Array, "b L"]:
 
 def total_allowance(tokens: Int[Array, "..."], beta: Float[Array, ""] | float, slack: int) -> Int[Array, "..."]:
     """What the first `tokens` tokens of a row may spend together: floor(beta * i) + slack (decision 23)."""
-    # A dial may ask for more than an integer holds.
+    # A budget scale may ask for more than an integer holds.
     return jnp.floor(jnp.minimum(beta * tokens + 1e-4, 2.0**30)).astype(jnp.int32) + slack
 
 

@@ -71,7 +71,7 @@ class Cache(NamedTuple):
 
 
 def new_cache(config: ModelConfig, rows: int, length: int) -> Cache:
-    """Room for `length` tokens, rounded up to whole pages."""
+    """An empty cache for `length` tokens, rounded up to whole pages."""
     chunk_size, width = config.aamoe.chunk_size, config.d_model
     pages = (rows, -(-length // chunk_size), chunk_size, width)
     groups = config.aamoe.pooled_keys if config.aamoe.router == "pooled" else 1

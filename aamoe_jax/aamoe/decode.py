@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def empty_cache(layer: AAMoELayer, rows: int, length: int) -> Cache:
-    """Room for `length` tokens in every row."""
+    """An empty cache for `length` tokens in every row."""
     config = layer.config
     expert_key = layer.expert_rows(config.num_heads)[0].astype(config.dtype)
     expert_key = layer.router.expert_keys(layer.qkv.norm_key(expert_key))

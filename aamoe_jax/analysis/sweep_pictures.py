@@ -41,7 +41,7 @@ def _fitted(axes: Axes, ticks: Sequence[float], labels: Sequence[str]) -> None:
 
 
 def budget_sweep(points: Sequence[Record], path: str | Path) -> Figure:
-    """Left: bits per byte along the dial. Right: what a token spends, and on what, mean over layers.
+    """Left: bits per byte over the budget scale. Right: what a token spends, and on what, mean over layers.
 
     Args:
       points: `Evaluation.to_dict()` by ascending `budget_scale`.

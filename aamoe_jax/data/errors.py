@@ -1,4 +1,4 @@
-"""The one exception of this room, so that programs can tell what a user can mend from what is a defect."""
+"""The exception for errors in the data that a user can fix."""
 
 from aamoe_jax.config import ConfigError
 

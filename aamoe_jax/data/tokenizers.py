@@ -23,7 +23,7 @@ MAX_VOCAB_SIZE = 2**16
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the rest of the room needs of a tokenizer. eos and pad never occur inside an encoded document."""
+    """What the data pipeline needs of a tokenizer. eos and pad never occur inside an encoded document."""
 
     name: str
     digest: str

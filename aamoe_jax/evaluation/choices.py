@@ -133,5 +133,5 @@ def _item(line: str, where: str) -> Item:
 def _row(item: Item, choice: str, tokenizer: Tokenizer, length: int) -> Row:
     context, chosen = (tokenizer.encode(text.encode()).astype(np.int32) for text in (item.context, choice))
     if not len(chosen) or len(chosen) >= length:
-        raise ConfigError(f"choice {choice!r}: {len(chosen)} tokens; a row of {length} has room for 1 to {length - 1}")
+        raise ConfigError(f"choice {choice!r}: {len(chosen)} tokens; a row of {length} can hold 1 to {length - 1}")
     return Row(np.concatenate([context[-(length - len(chosen)) :], chosen]), len(chosen))

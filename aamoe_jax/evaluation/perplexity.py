@@ -45,7 +45,7 @@ class Evaluation:
     budget: BudgetMode | None
     """None: the model has no AA-MoE layer, and so no budgets."""
     budget_scale: float
-    """The dial: what every beta was multiplied by."""
+    """What every beta was multiplied by."""
     nll: float
     """Sum of -log p, in nats."""
     tokens: int
@@ -135,7 +135,7 @@ def require_budget_scale(scale: float) -> float:
 
 
 class Evaluator:
-    """A model under one kind of budget: compiled once for every shape of batch, whatever the dial says."""
+    """A model under one kind of budget: compiled once for every shape of batch, whatever the budget scale."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Evaluator:
         """Prepares for some kind of budget.
 
         Args:
-          max_budget_scale: the largest dial that work is laid out for.
+          max_budget_scale: the largest budget scale that static shapes allow for.
           placement: the mesh that the parameters lie on; None: one device.
         """
         self._config, self._budget, self._max_scale, self._placement = config, budget, max_budget_scale, placement
@@ -192,7 +192,7 @@ class Evaluator:
           probed: `causality` is found on the first batch.
 
         Raises:
-          ConfigError: when no target counts, or the dial is not a positive number.
+          ConfigError: when no target counts, or the budget scale is not a positive number.
         """
         scale, text_bytes = self._traced(budget_scale), 0
         nll: Any = 0
@@ -245,7 +245,7 @@ class Evaluator:
         return batch if self._placement is None else self._placement.put(batch)
 
     def _traced(self, budget_scale: float) -> Float[np.ndarray, ""]:
-        """The dial as an array: a Python number would be compiled into the program."""
+        """The budget scale as an array: a Python number would be compiled into the program."""
         if require_budget_scale(budget_scale) > self._max_scale:
             raise ConfigError(f"budget_scale = {budget_scale!r}: must be at most max_budget_scale = {self._max_scale}")
         return np.asarray(budget_scale, np.float32)

@@ -120,7 +120,7 @@ def causality_warnings(records: Iterable[Record], *, exact: bool) -> list[str]:
 
 
 def budget_sweep_table(points: Sequence[Record]) -> str:
-    """Bits per byte along the dial, and whether they fall.
+    """Bits per byte over the budget scale, and whether they fall.
 
     Args:
       points: records by ascending `budget_scale`.

@@ -45,7 +45,7 @@ def budget_sweep(
     budget: BudgetMode,
     scales: Sequence[float],
 ) -> list[Evaluation]:
-    """The same text at every setting of the dial, in ascending order, compiled once.
+    """The same text at every budget scale, in ascending order, compiled once.
 
     Raises:
       ConfigError: a scale that is not a positive number, or nothing to predict.

@@ -54,7 +54,7 @@ class Plan:
     budget: BudgetMode
     max_budget_scale: float
     length: int
-    """Tokens that a row has room for."""
+    """Most tokens of a row."""
 
     def __post_init__(self) -> None:
         if self.budget == "row":
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def capacity(self) -> int:
-        """Tokens that caches have room for: whole chunks, where there are AA-MoE layers."""
+        """Tokens that caches can hold: whole chunks, where there are AA-MoE layers."""
         return self.whole(self.length)
 
     def whole(self, length: int) -> int:
@@ -90,11 +90,10 @@ class Plan:
 
 
 class Decoder:
-    """Rows that grow at their ends, with room for `length` tokens each, prompt included.
+    """Rows that grow at their ends, to at most `length` tokens each, prompt included.
 
     A step is compiled once per number of rows (and `Sampling`), a prompt once per power of two of its length. Steps do
-    not look at the numbers they are given: a dial above `max_budget_scale` is cut to it, and the logits of a row that
-    has no room left are NaN.
+    not check their arguments: a budget scale above `max_budget_scale` is cut to it, and a full row has logits of NaN.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Decoder:
 
         Args:
           budget: causal budgets of the AA-MoE layers; None: `causal_budget(config)`.
-          max_budget_scale: the largest dial that shapes leave room for.
+          max_budget_scale: the largest budget scale that static shapes allow for.
 
         Raises:
           ConfigError: for budgets that this model, or any sampling model, cannot have.
@@ -125,7 +124,7 @@ class Decoder:
         """The state after prompts, one per row, of any lengths.
 
         Raises:
-          ConfigError: for an empty prompt, one that does not leave room for a token, or a dial out of range.
+          ConfigError: for an empty prompt, one that fills the cache, or a budget scale out of range.
         """
         self.check_scale(budget_scale)
         lengths = [len(prompt) for prompt in prompts]
@@ -150,7 +149,7 @@ class Decoder:
         return State(caches, jnp.asarray(counts), _last_logits(self.plan, self.params, x, counts))
 
     def check_scale(self, budget_scale: float) -> None:
-        """Refuses a dial that is not a positive number, or for which shapes leave no room."""
+        """Refuses a budget scale that is not a positive number, or larger than static shapes allow for."""
         if require_budget_scale(budget_scale) > self.plan.max_budget_scale:
             most = self.plan.max_budget_scale
             raise ConfigError(f"budget_scale = {budget_scale}: must be at most max_budget_scale = {most}")
@@ -175,7 +174,7 @@ _jit = functools.partial(jax.jit, static_argnums=0)
 def _enter(
     plan: Plan, params: Parameters, tokens: Int[Array, "b L"]
 ) -> tuple[Float[Array, "b L d"], FixedStreams | None]:
-    """The embedded prompts, and fixed streams for all places that a row has room for: maps are made once."""
+    """The embedded prompts, and fixed streams for all positions of the cache: maps are made once."""
     model = plan.model(params.ends, params.periods[0])
     return model.embed(tokens), fixed_streams(plan.config, model.embed, plan.capacity)
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 from aamoe_jax.config import ConfigError
 
 NO_TOKEN = -1
-"""Drawn where logits are no numbers: caches had no room for what the model keeps, or training came to nothing."""
+"""Drawn where logits are no numbers: a cache overflowed, or training diverged."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ def stream(
       prompts: one per row, of any lengths.
       stop: sequences of tokens that end a row once it has them (they are given out too); what stands in the prompt
         does not count.
-      budget_scale: the dial of the AA-MoE layers.
+      budget_scale: of the AA-MoE layers.
 
     Raises:
       ConfigError: for prompts that are empty or do not fit, empty stops, and scales out of range; and on the way where

@@ -78,7 +78,7 @@ class Trial:
         return self._mixer(params).decode(inputs.h, self._context(inputs, row), cache)
 
     def cache_shapes(self, rows: int, length: int) -> Any:
-        """An empty cache with room for `length` tokens in every row, as shapes."""
+        """An empty cache for `length` tokens in every row, as shapes."""
         return jax.eval_shape(lambda: self._mixer(self.params()).empty_cache(rows, length))
 
     def arguments(self, rows: int, length: int) -> tuple[Any, Inputs, Row]:

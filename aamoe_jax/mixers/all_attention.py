@@ -89,7 +89,7 @@ class AllAttention(Part):
         return self.output(merge_heads(heads)), {}
 
     def empty_cache(self, rows: int, length: int) -> KeyValueCache:
-        # The memory needs no room.
+        # The memory takes no space in the cache.
         return empty_cache(self.config, rows, length)
 
     def fill(self, h: Float[Array, "b L d"], context: Context, cache: KeyValueCache) -> KeyValueCache:
@@ -108,9 +108,9 @@ class AllAttention(Part):
         memory = query.shape[-1] ** -0.5 * memory
         scores = jnp.concatenate([cache.scores(rotated, context.positions), memory], axis=-1)
         weights = jax.nn.softmax(scores, axis=-1)
-        room = cache.key.shape[1]
-        from_memory = jnp.einsum("bhn,nhk->bhk", weights[..., room:].astype(h.dtype), memory_values)
-        return self.output(merge_heads(cache.mix(weights[..., :room]) + from_memory[:, None])), cache
+        capacity = cache.key.shape[1]
+        from_memory = jnp.einsum("bhn,nhk->bhk", weights[..., capacity:].astype(h.dtype), memory_values)
+        return self.output(merge_heads(cache.mix(weights[..., :capacity]) + from_memory[:, None])), cache
 
     def _memory(self, dtype: jnp.dtype) -> tuple[Float[Array, "n H k"], Float[Array, "n H k"]]:
         """The persistent keys (normed as those of tokens are) and values, head by head."""

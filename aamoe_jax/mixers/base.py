@@ -7,7 +7,7 @@ Over a mesh h is the part of the rows and tokens that `shards.py` says, paramete
 output and statistics are of the same tokens; `context.shards` moves what a mixer needs of others.
 
 It decodes through a cache of its own making, a pytree of arrays:
-* `empty_cache(rows, length)`: room for `length` tokens in every row;
+* `empty_cache(rows, length)`: an empty cache for `length` tokens in every row;
 * `fill(h, context, cache)`: the cache after a prompt h [b, L, d] that starts the rows, padded at its end (or `prefill`,
   which also returns the output);
 * `decode(h, context, cache) -> (output, cache)`: one more token h [b, 1, d] per row, at `context.positions`; its output
@@ -74,7 +74,7 @@ class Context:
     """`tokens` adds per-token arrays to the statistics, `resources` also what every token was given, `maps` what every
     token weighs every other by."""
     scale: Float[Array, ""] | float = 1.0
-    """The dial: beta is multiplied by it (AA-35). It may change without a new compilation."""
+    """The budget scale, which multiplies beta (AA-35). It may change without a new compilation."""
     max_scale: float = 1.0
     """The largest `scale` that the static bounds on work cover; a larger one is cut to it."""
     shards: Shards = WHOLE
@@ -160,7 +160,7 @@ class Mixer(nnx.Module):
         raise NotImplementedError
 
     def empty_cache(self, rows: int, length: int) -> Cache:
-        """Room for `length` tokens in every row; by default for their inputs."""
+        """An empty cache for `length` tokens in every row; by default for their inputs."""
         return jnp.zeros((rows, length, self.config.d_model), self.config.dtype)
 
     def fill(self, h: Float[Array, "b L d"], context: Context, cache: Cache) -> Cache:

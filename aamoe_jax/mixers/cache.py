@@ -1,6 +1,6 @@
 """Keys and values of all tokens so far: what dense attention remembers.
 
-Shapes: b rows, N tokens that there is room for, L tokens, H heads, K heads of keys and values, G = b K,
+Shapes: b rows, N tokens that fit into the cache, L tokens, H heads, K heads of keys and values, G = b K,
 k = d / H.
 """
 
@@ -78,6 +78,6 @@ def flat_heads(x: Float[Array, "b L K k"]) -> Float[Array, "G L k"]:
 
 
 def empty_cache(config: ModelConfig, rows: int, length: int) -> KeyValueCache:
-    """Room for `length` tokens in every row."""
+    """An empty cache for `length` tokens in every row."""
     heads, size = rows * config.kv_heads, config.head_dim
     return KeyValueCache(jnp.zeros((heads, length, size), config.dtype), jnp.zeros((heads, size, length), config.dtype))

@@ -1,7 +1,7 @@
-"""Attention to clusters of keys: a query is routed to the clusters whose centroids it likes best (PM-11).
+"""Attention to clusters of keys: a query is routed to the clusters whose centroids score highest (PM-11).
 
 Shapes: b rows, L tokens per row, d width, H heads, G heads of keys and values, k = d / H, C clusters, N tokens that a
-cache has room for, B = b G.
+cache can hold, B = b G.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ClusteredAttention(WeightedAttention):
         return head_scores(apply_rotary(query, rotary), rotated), value, jnp.where(itself, 0, rank), visible
 
     def empty_cache(self, rows: int, length: int) -> ClusteredCache:
-        """Room for `length` tokens in every row."""
+        """An empty cache for `length` tokens in every row."""
         neurons = empty_key_value_cache(self.config, rows, length)
         return ClusteredCache(neurons, jnp.zeros(neurons.key.shape[:2], jnp.int32))
 

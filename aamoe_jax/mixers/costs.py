@@ -6,7 +6,7 @@ Model FLOPs (for MFU, and for experiments of equal size) are what the model asks
 over the (L + 1) / 2 keys that a token sees on average, whatever documents hide.
 
 All other figures are those of this code. FLOPs are those of matrix products, also of what a mask then hides: dense
-attention computes whole squares, and in decoding everything that its cache has room for. Activation bytes are what the
+attention computes whole squares, and in decoding its whole cache. Activation bytes are what the
 forward pass leaves for the backward pass as automatic differentiation chooses it, without recomputation and without
 parameters. Cache bytes are those of the arrays of `empty_cache`.
 
@@ -36,11 +36,11 @@ class Costs:
     prefill_flops: Number = 0
     """Forward pass over all rows."""
     decode_flops: Number = 0
-    """One more token in every row, with caches that have room for a row."""
+    """One more token in every row, with caches for a whole row."""
     activation_bytes: Number = 0
     """What all rows leave for the backward pass."""
     cache_bytes: int = 0
-    """Of caches with room for all rows."""
+    """Of the caches of all rows."""
     model_flops: Number = 0
     """Forward pass, per token, by the convention of MFU."""
 

@@ -104,8 +104,8 @@ class MixtureOfDepths(Mixer):
         """A parallel layer over the share of the tokens that goes through: under causal budgets that could be all of
         them, and in decoding every token is computed, and most are dropped."""
         config, d, hidden = at.config, at.width, PREDICTOR_WIDTH
-        room = max(1, math.ceil(config.of(MixtureOfDepthsConfig).capacity * at.length))
-        through = dataclasses.replace(at, length=room if config.aamoe.budget.normalizer == "row" else at.length)
+        capacity = max(1, math.ceil(config.of(MixtureOfDepthsConfig).capacity * at.length))
+        through = dataclasses.replace(at, length=capacity if config.aamoe.budget.normalizer == "row" else at.length)
         inside, after = Parallel.costs(through), Parallel.costs(at)
         layer = dataclasses.replace(
             inside, decode_flops=after.decode_flops, cache_bytes=after.cache_bytes + at.rows * FLOAT, model_flops=0
@@ -137,15 +137,15 @@ class MixtureOfDepths(Mixer):
         weight_of_row = shards.gather(weight, TOKENS)
         best = self._best(weight_of_row, context.segment_ids > 0)
         chosen = best if context.budget == "row" else shards.gather(guess, TOKENS) > 0
-        room = self._room(chosen.shape[1]) if context.budget == "row" else chosen.shape[1]
+        capacity = self._capacity(chosen.shape[1]) if context.budget == "row" else chosen.shape[1]
         chosen &= context.segment_ids > 0
-        through = self._through(shards.gather(h, TOKENS), chosen, room, context)
+        through = self._through(shards.gather(h, TOKENS), chosen, capacity, context)
         output = shards.scatter_sum(shards.part(through, RESOURCE), TENSOR)
         about = self._statistics(guess, shards.part(best, TOKENS), shards.part(chosen, TOKENS), context.real)
         return output * weight[..., None].astype(h.dtype), about
 
     def empty_cache(self, rows: int, length: int) -> DepthCache:
-        """Room for `length` tokens in every row."""
+        """An empty cache for `length` tokens in every row."""
         return DepthCache(self.attention.empty_cache(rows, length), jnp.zeros(rows, jnp.int32))
 
     def fill(self, h: Float[Array, "b L d"], context: Context, cache: DepthCache) -> DepthCache:
@@ -170,20 +170,20 @@ class MixtureOfDepths(Mixer):
         return jnp.where(chosen[:, None, None], output, 0), DepthCache(kept, cache.count + chosen)
 
     def _through(
-        self, h: Float[Array, "b L d"], chosen: Bool[Array, "b L"], room: int, context: Context
+        self, h: Float[Array, "b L d"], chosen: Bool[Array, "b L"], capacity: int, context: Context
     ) -> Float[Array, "b L d"]:
         """What the layer gives the chosen tokens of whole rows; of divided heads, their part of it."""
-        taken, inner, place = self._take(h, chosen, room, context)
+        taken, inner, place = self._take(h, chosen, capacity, context)
         output = self.attention(taken, inner)[0] + self.feed_forward(taken, inner)[0]
         output = jnp.where((inner.segment_ids > 0)[..., None], output, 0)
         rows = jnp.arange(h.shape[0])[:, None]
         return jnp.zeros(h.shape, output.dtype).at[rows, place].add(output)
 
     def _take(
-        self, h: Float[Array, "b L d"], chosen: Bool[Array, "b L"], room: int, context: Context
+        self, h: Float[Array, "b L d"], chosen: Bool[Array, "b L"], capacity: int, context: Context
     ) -> tuple[Float[Array, "b C d"], Context, Int[Array, "b C"]]:
         """The chosen tokens in order, padded; the rows around them; and where they stood."""
-        place = jnp.argsort(~chosen, axis=1, stable=True)[:, :room]
+        place = jnp.argsort(~chosen, axis=1, stable=True)[:, :capacity]
         segments, positions, is_chosen = (
             jnp.take_along_axis(x, place, axis=1) for x in (context.segment_ids, context.positions, chosen)
         )
@@ -203,14 +203,14 @@ class MixtureOfDepths(Mixer):
     def _weights(self, h: Float[Array, "b n d"]) -> Float[Array, "b n"]:
         return h.astype(jnp.float32) @ self.router[...]
 
-    def _room(self, length: int) -> int:
+    def _capacity(self, length: int) -> int:
         return max(1, math.ceil(self.config.of(MixtureOfDepthsConfig).capacity * length))
 
     def _best(self, weight: Float[Array, "b L"], real: Bool[Array, "b L"]) -> Bool[Array, "b L"]:
         """The C best of every row; ties to the earlier token."""
         order = jnp.argsort(jnp.where(real, -weight, jnp.inf), axis=1, stable=True)
         rank = jnp.argsort(order, axis=1)
-        return (rank < self._room(weight.shape[1])) & real
+        return (rank < self._capacity(weight.shape[1])) & real
 
     def _statistics(
         self,

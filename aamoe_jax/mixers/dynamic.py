@@ -302,7 +302,7 @@ class FilteredAttention(WeightedAttention):
                 return jnp.where(jax.nn.sigmoid(logit) >= threshold, jax.nn.log_sigmoid(logit), -jnp.inf)
 
     def empty_cache(self, rows: int, length: int) -> FilteredCache:
-        """Room for the neurons that heads are expected to keep of `length` tokens in every row."""
+        """An empty cache for the neurons that heads are expected to keep of `length` tokens in every row."""
         capacity = max(1, math.ceil(self.filtering.capacity * length))
         none = jnp.zeros(rows * self.config.kv_heads, jnp.int32)
         return FilteredCache(

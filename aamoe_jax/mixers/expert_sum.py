@@ -117,8 +117,8 @@ def _lists(chosen: Bool[Array, "T E"]) -> Lists:
     tokens, experts = chosen.shape
     size = min(BLOCK, tokens)
     place = jnp.where(chosen, jnp.cumsum(chosen, axis=0) - 1, tokens + size)  # which is dropped
-    room = -(-tokens // size) * size
-    empty = jnp.full((room, experts), tokens)
+    padded = -(-tokens // size) * size
+    empty = jnp.full((padded, experts), tokens)
     token = jnp.broadcast_to(jnp.arange(tokens)[:, None], chosen.shape)
     listed = empty.at[place, jnp.arange(experts)].set(token, mode="drop")
     return Lists(listed, -(-chosen.sum(0) // size), size)

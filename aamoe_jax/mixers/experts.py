@@ -107,7 +107,7 @@ class ExpertRouter(nnx.Module):
         return self.scores(x.astype(jnp.float32))
 
     def empty_cache(self, rows: int) -> Cache:
-        """Room for the tokens before."""
+        """An empty cache for the tokens before."""
         shape = (rows, TOKENS_BEFORE, self.config.d_model)
         return jnp.zeros(shape, self.config.dtype) if self.convolution else ()
 
@@ -299,14 +299,14 @@ class SwitchCache(NamedTuple):
 
 @register("switch", "the best expert, while it has capacity", neurons=True, config=MoEConfig)
 class SwitchExperts(Experts):
-    """One expert per token, while it has room (Fedus et al. 2022; UNI-11).
+    """One expert per token, while it has capacity (Fedus et al. 2022; UNI-11).
 
     Capacity is that of groups of `capacity_tokens` tokens of a document, filled in their order: neither later tokens
     nor other documents take a token's place. A token that found none passes the layer by.
     """
 
     losses = ("balance_loss",)
-    forms = (Form("experts", "x W", "the highest, if it has room", "softmax over all", "V_l ReLU(K_l x)"),)
+    forms = (Form("experts", "x W", "the highest, if it has capacity", "softmax over all", "V_l ReLU(K_l x)"),)
 
     @classmethod
     def costs(cls, at: Setting) -> Costs:
@@ -315,7 +315,7 @@ class SwitchExperts(Experts):
 
     @staticmethod
     def experts_per_token(config: ModelConfig) -> int:
-        """One, while it has room."""
+        """One, while it has capacity."""
         return 1
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
@@ -379,7 +379,7 @@ def real_tokens(context: Context) -> Bool[Array, "b L"]:
 def load(
     chosen: Bool[Array, "b L E"], wanted: Bool[Array, "b L E"], real: Bool[Array, "b L"], context: Context
 ) -> Statistics:
-    """Sums over the real tokens here: their number, how many each expert computed, and how many it had no room for."""
+    """Sums over the real tokens here: their number, how many each expert computed, how many were past its capacity."""
     chosen, wanted, real = (context.shards.part(x, TENSOR) for x in (chosen, wanted, real))
     return {
         "moe_tokens": real.sum().astype(jnp.float32),

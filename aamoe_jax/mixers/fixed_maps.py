@@ -83,7 +83,7 @@ def fixed_streams(config: ModelConfig, embed: Callable, length: int, shards: Sha
 
 
 class MapCache(NamedTuple):
-    """The map of all places that there is room for, which no step computes again (DEC-22), and values so far."""
+    """The map of all positions of the cache, which no step computes again (DEC-22), and values so far."""
 
     map: Float[Array, "H N N"]
     value: Float[Array, "G k N"]
@@ -129,7 +129,7 @@ class FixedMapAttention(WeightedAttention):
         self, h: Float[Array, "b s d"], context: Context
     ) -> tuple[Float[Array, "b H s L"], Float[Array, "b L G k"], Statistics]:
         """The fixed map, from which every row hides what its documents do not let it see."""
-        # A prompt has fewer places than there is room for.
+        # A prompt is shorter than the cache.
         scores = self.scores(context)[None, :, : h.shape[1], : context.segment_ids.shape[1]]
         seen = context.shards.part(causal_mask(context.segment_ids), RESOURCE)[:, None]
         value = context.shards.gather(self._values(h), RESOURCE)
@@ -144,7 +144,7 @@ class FixedMapAttention(WeightedAttention):
         return head_scores(apply_rotary(query, rotary), key)[0]
 
     def empty_cache(self, rows: int, length: int) -> MapCache:
-        """Room for the map, and for `length` values in every row."""
+        """The map, and space for `length` values in every row."""
         config = self.config
         return MapCache(
             jnp.zeros((config.num_heads, length, length), config.dtype),
@@ -152,7 +152,7 @@ class FixedMapAttention(WeightedAttention):
         )
 
     def fill(self, h: Float[Array, "b s d"], context: Context, cache: MapCache) -> MapCache:
-        """The map of the whole room, and the values of the prompt."""
+        """The map of the whole cache, and the values of the prompt."""
         causal = jnp.tril(jnp.ones(cache.map.shape[1:], bool))
         weights = softmax_selected(self.scores(context), causal)
         return MapCache(weights.astype(cache.map.dtype), fill_value(cache.value, self._values(h)))

@@ -30,7 +30,7 @@ class Part(Mixer):
         raise NotImplementedError
 
     def empty_cache(self, rows: int, length: int) -> Cache:
-        """Room for `length` tokens in every row."""
+        """An empty cache for `length` tokens in every row."""
         return ()
 
     def fill(self, h: Float[Array, "b L d"], context: Context, cache: Cache) -> Cache:

@@ -76,7 +76,7 @@ class ApproximateAttention(WeightedAttention):
         return weights / total, value, {}
 
     def empty_cache(self, rows: int, length: int) -> TaylorState:
-        """The state before any token, whatever there is room for."""
+        """The state before any token, of one size for all lengths."""
         vector = jnp.zeros((rows, self.config.kv_heads, self.config.head_dim))
         matrix = jnp.zeros((*vector.shape, self.config.head_dim))
         return TaylorState(vector, vector, vector, matrix, matrix)
@@ -171,7 +171,7 @@ def running(single: Tally, segment_ids: Int[Array, "b L"]) -> Tally:
 class NonApproximateAttention(CausalAttention):
     """o_i = sum_{j <= i} e^(s_j) v_j / sum_{j <= i} e^(s_j), s_j = SiLU(q_j) . k_j / sqrt(k): one per head and token.
 
-    The weight of a token is its own affair, whoever looks at it: a state of d + 2 H numbers goes from token to token.
+    The weight of a token does not depend on the query: a state of d + 2 H numbers goes from token to token.
     Query and key are of one token, so a rotary embedding of both would change nothing, and there is none. The norm of
     queries, where there is one, comes before SiLU, which makes nothing longer: it bounds s_j all the same.
     """
@@ -198,7 +198,7 @@ class NonApproximateAttention(CausalAttention):
         return softmax_selected(logits, context.shards.part(causal_mask(context.segment_ids), RESOURCE)[:, None])
 
     def empty_cache(self, rows: int, length: int) -> Tally:
-        """The state before any token, whatever there is room for."""
+        """The state before any token, of one size for all lengths."""
         heads = jnp.zeros((rows, self.config.num_heads))
         return Tally(heads - jnp.inf, heads, jnp.zeros((*heads.shape, self.config.head_dim)))
 

@@ -11,7 +11,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def budget_points() -> list[dict]:
-    """Three settings of the dial; half of what is spent goes to experts."""
+    """Three budget scales; half of what is spent goes to experts."""
     shares = {"pairs_local": [0.25, 0.25], "pairs_context": [0.25, 0.25], "pairs_expert": [0.5, 0.5]}
     return [
         {"budget_scale": scale, "bits_per_byte": 3 - scale, "statistics": {"spent": [4 * scale, 2 * scale]} | shares}
@@ -37,8 +37,8 @@ def length_points(*fixed: str) -> list[dict]:
 
 
 def test_the_dial_against_bits_and_what_is_spent(tmp_path):
-    figure = budget_sweep(budget_points(), tmp_path / "dial.png")
-    assert (tmp_path / "dial.png").read_bytes().startswith(PNG)
+    figure = budget_sweep(budget_points(), tmp_path / "scale.png")
+    assert (tmp_path / "scale.png").read_bytes().startswith(PNG)
     bits, spent = figure.axes
     np.testing.assert_array_equal(bits.lines[0].get_xdata(), [0.5, 1.0, 2.0])
     np.testing.assert_array_equal(bits.lines[0].get_ydata(), [2.5, 2.0, 1.0])

@@ -65,7 +65,7 @@ def test_a_predictor_of_a_model_without_one_is_refused():
 
 @pytest.mark.parametrize("local", ["chunk", "routed", "none"])
 def test_no_reading_of_the_neighbourhood_sees_the_future(local):
-    """With the dial turned up, and a cap so tight that it bites."""
+    """With a larger budget scale, and a cap so tight that it bites."""
     config = model_config(local=local, slack=0, num_layers=1)
     assert probed(config, "prefix", max_budget_scale=2.0).largest == 0.0
 

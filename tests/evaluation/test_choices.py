@@ -67,7 +67,7 @@ class TestDEC23:
 
     def test_a_choice_without_room_is_refused(self):
         long = [Item("a", ("b" * LENGTH, "c"), 0)]
-        with pytest.raises(ConfigError, match=rf"{LENGTH} tokens; a row of {LENGTH} has room for 1 to {LENGTH - 1}"):
+        with pytest.raises(ConfigError, match=rf"{LENGTH} tokens; a row of {LENGTH} can hold 1 to {LENGTH - 1}"):
             log_probabilities(
                 structure(CONFIG),
                 random_params(CONFIG),

@@ -1,4 +1,4 @@
-"""Sweeps: the same text along the dial and in rows of other lengths (AA-34, AA-35; DEC-18)."""
+"""Sweeps: the same text at several budget scales and in rows of other lengths (AA-34, AA-35; DEC-18)."""
 
 from __future__ import annotations
 

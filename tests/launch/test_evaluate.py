@@ -50,7 +50,9 @@ REFUSED = {
     ("prefix", "--budget_scale=-1"): "budget_scale = -1.0: must be a positive number",
     ("prefix", "--budget_scale=nan"): "budget_scale = nan: must be a positive number",
     ("prefix", "--sweep=budget", "--budget=all"): "--budget=all: --sweep=budget takes one kind of budget",
-    ("prefix", "--sweep=length", "--budget_scale=2"): ("--budget_scale=2.0: --sweep=length turns the dial itself"),
+    ("prefix", "--sweep=length", "--budget_scale=2"): (
+        "--budget_scale=2.0: --sweep=length sets the budget scale itself"
+    ),
     ("prefix", "--sweep=budget", "--sweep_points=1,x"): (
         "--sweep_points=1,x: must be positive numbers, such as 0.5,1,2"
     ),
