@@ -6,8 +6,9 @@
   aamoe train --gin_file=aamoe.gin --run_dir=/shared/aamoe --distributed=10.0.0.1:8476,4,0   # ,1 ,2 and ,3
 
 The run folder holds config.gin and config.json (all fields, as they were used), metrics.jsonl and checkpoints/. Where
-it has a checkpoint the run goes on from there, to the same bits as if it had never stopped; a config that changed is
-refused with what changed. The dataset `code` is prepared on first use; others are by launch.prepare.
+it has a checkpoint the run resumes there, bit-identical to an uninterrupted run; a config that changed is refused with
+what changed, and so is a folder that has lost its checkpoints. The dataset `code` is prepared on first use; others are
+by launch.prepare.
 
 SIGTERM and SIGINT (Ctrl-C) stop the run after the step in flight with a complete checkpoint; a second one kills it.
 
@@ -16,8 +17,8 @@ stops all of them after the same step; where one is lost, or a step hangs, the o
 on with any number of processes and on any mesh.
 
 Exit codes: 0 finished; 1 the config, the data or a checkpoint does not fit; 3 the loss is not finite; 4 a checkpoint
-or a metric could not be written; 5 another process is lost, or a step hung; 143 stopped by SIGTERM and 130 by SIGINT,
-all saved: the same command goes on.
+could not be read or written, or a metric not written; 5 another process is lost, or a step hung; 143 stopped by SIGTERM
+and 130 by SIGINT, all saved: the same command goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from absl import flags
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.training import distributed
-from aamoe_jax.training.checkpoints import SaveError
+from aamoe_jax.training.checkpoints import SaveError, UnreadableCheckpointError
 from aamoe_jax.training.loop import DivergedError, Result, train
 from aamoe_jax.training.metrics import read_metrics
 from aamoe_jax.training.profile import ProfileWindow
@@ -41,8 +42,13 @@ from launch.program import define_experiment_flags, experiment_from_flags, refus
 EXIT_REFUSED = 1
 EXIT_DIVERGED = 3
 EXIT_NOT_SAVED = 4
-EXITS = {DivergedError: EXIT_DIVERGED, SaveError: EXIT_NOT_SAVED, ConfigError: EXIT_REFUSED}
-"""A SaveError is a ConfigError too: the first that fits."""
+EXITS = {
+    DivergedError: EXIT_DIVERGED,
+    SaveError: EXIT_NOT_SAVED,
+    UnreadableCheckpointError: EXIT_NOT_SAVED,
+    ConfigError: EXIT_REFUSED,
+}
+"""The first that fits: SaveError and UnreadableCheckpointError are ConfigErrors too."""
 GO_ON = "the same command goes on from there"
 EXIT_SIGNAL = 128
 """Plus the number of the signal, as shells do."""
@@ -51,7 +57,12 @@ EXIT_SIGNAL = 128
 def define_flags() -> None:
     """The flags of this program. They are defined when it runs, so that importing it adds none to another program."""
     define_experiment_flags()
-    flags.DEFINE_string("run_dir", None, "Folder of the run: made if it is missing, gone on with if it has begun.")
+    flags.DEFINE_string("run_dir", None, "Run directory: created if missing, resumed if it holds a checkpoint.")
+    flags.DEFINE_bool(
+        "allow_restart",
+        False,
+        "Begin again at step 0 if the run folder has lost its checkpoints; else that is refused.",
+    )
     flags.DEFINE_string("profile", None, "START:STOP: a profiler trace of these steps, into the run folder.")
     flags.DEFINE_string(
         "distributed",
@@ -89,7 +100,13 @@ def run_training() -> int:
     """Trains as the flags say; returns the exit code."""
     run_dir, config = Path(flags.FLAGS.run_dir), experiment_from_flags()
     profile = ProfileWindow.parse(flags.FLAGS.profile) if flags.FLAGS.profile is not None else None
-    result = train(config, run_dir, profile=profile, notes={"config.gin": operative_gin(config)})
+    result = train(
+        config,
+        run_dir,
+        profile=profile,
+        notes={"config.gin": operative_gin(config)},
+        allow_restart=flags.FLAGS.allow_restart,
+    )
     if result.interrupted is not None:
         if distributed.is_first():
             print(f"stopped by {result.interrupted.name} after step {result.step}, saved; {GO_ON}")

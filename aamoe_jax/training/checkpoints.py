@@ -10,6 +10,9 @@ A checkpoint is a folder named after its step, which appears in one rename when 
 Orbax does not notice a flipped bit inside an array, nor a missing file (it reads zeros), so `meta` also holds a
 fingerprint of every array and of itself.
 
+A checkpoint counts as damaged only if that is proven: all of its files can be read, and they do not hold what was
+written. A read that fails is tried again, and then ends the program; the checkpoint stays as it is.
+
 Several processes write one checkpoint together, each its part of the arrays, to a folder that all of them see; process
 0 tidies up. Each reads what it needs, on whatever mesh, and all of them take a checkpoint or none does.
 """
@@ -25,6 +28,7 @@ import logging
 import platform
 import shutil
 import sys
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +49,9 @@ FORMAT = 1
 FOLDER = "checkpoints"
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
+RETRY_AFTER = (1.0, 5.0)
+"""Seconds to wait before a failed read is tried again."""
+
 Which = Literal["latest", "best"]
 Meta = dict[str, Any]
 Read = TypeVar("Read")
@@ -56,6 +63,10 @@ class CheckpointError(ConfigError):
 
 class CorruptCheckpointError(CheckpointError):
     """A checkpoint that is damaged."""
+
+
+class UnreadableCheckpointError(CheckpointError):
+    """A checkpoint that could not be read this time: storage or memory failed, and it may be intact."""
 
 
 class SaveError(CheckpointError):
@@ -83,8 +94,9 @@ def load_checkpoint(
       place_on: from the config of the checkpoint to where its parameters shall lie; None: on one device.
 
     Raises:
-      CheckpointError: there is none, or it was written by a newer version.
+      CheckpointError: there is none, it was written by a newer version, or its parameters are not those of its config.
       CorruptCheckpointError: it is damaged.
+      UnreadableCheckpointError: storage or memory failed.
     """
     directory = find_checkpoint(Path(path), which)
     meta = read_meta(directory)
@@ -118,11 +130,12 @@ def saved_steps(folder: Path) -> list[int]:
 
 def read_meta(directory: Path) -> Meta:
     """The JSON of a checkpoint, checked."""
-    try:
+
+    def read() -> tuple[Meta, bool, bool]:
         meta = json.loads((directory / "meta" / "metadata").read_text())
-        readable, intact = meta["format"] <= FORMAT, meta["digest"] == _digest(meta)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _corrupt(directory, error) from error
+        return meta, meta["format"] <= FORMAT, meta["digest"] == _digest(meta)
+
+    meta, readable, intact = _read(directory / "meta", read)
     if not readable:
         raise CheckpointError(
             f"{directory} has checkpoint format {meta['format']}, this version reads up to {FORMAT}: update aamoe_jax"
@@ -293,7 +306,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             self._remove_unfinished()
         steps = self.steps()
         last = f"the newest complete one is of step {steps[-1]}" if steps else "there is no earlier one"
-        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        reason = _first_line(error)
         return SaveError(f"the checkpoint of step {step} could not be written to {self.folder}: {reason}; {last}")
 
 
@@ -309,11 +322,13 @@ def unanimous(read: Callable[[], Read]) -> Read:
         result = read()
     except CheckpointError as error:
         own = error
-    complaints = distributed.gather(distributed.unique("read"), str(own) if own else "")
-    if own is not None:
-        raise own
-    for complaint in filter(None, complaints):
-        raise CorruptCheckpointError(complaint)
+    said = json.dumps([type(own).__name__, str(own)]) if own else ""
+    complaints = [json.loads(text) for text in distributed.gather(distributed.unique("read"), said) if text]
+    # All raise the same kind: where one of them only failed to read, nothing is proven.
+    for kind in (UnreadableCheckpointError, CheckpointError, CorruptCheckpointError):
+        for name, text in complaints:
+            if name == kind.__name__:
+                raise own if type(own) is kind else kind(text)
     return result
 
 
@@ -362,21 +377,86 @@ def _restore(directory: Path, item: str, like: Any = None) -> Any:
     alone = ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})
     handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+
+        def read() -> Any:
+            saved = checkpointer.metadata(path).item_metadata.tree
+            if like is not None:
+                _require_same(directory, item, saved, like)
+                return checkpointer.restore(path, args=ocp.args.StandardRestore(like))
+            at = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), saved)
+            return checkpointer.restore(path, args=ocp.args.StandardRestore(shapes))
+
+        return _read(path, read)
+
+
+def _read(path: Path, read: Callable[[], Read]) -> Read:
+    """What `read` returns. Where it fails for want of memory or of storage, it is tried again.
+
+    Args:
+      path: the folder of what is read, in that of its checkpoint.
+
+    Raises:
+      UnreadableCheckpointError: it failed every time.
+      CorruptCheckpointError: everything below `path` can be read, and is not what was written.
+    """
+    for pause in (*RETRY_AFTER, None):
         try:
-            if like is None:
-                at = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-                saved = checkpointer.metadata(path).item_metadata.tree
-                like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), saved)
-            return checkpointer.restore(path, args=ocp.args.StandardRestore(like))
+            return read()
+        except CheckpointError:
+            raise
         except Exception as error:  # Orbax raises bare Exceptions too
-            raise _corrupt(directory, error) from error
+            failure = _failed_read(path, error)
+            if failure is None:
+                raise _corrupt(path.parent, error) from error
+        if pause is not None:
+            time.sleep(pause)
+    raise UnreadableCheckpointError(
+        f"checkpoint {path.parent} could not be read ({_first_line(failure)}), {len(RETRY_AFTER) + 1} times; it may be "
+        "intact, and nothing was changed: free memory or look after the storage, then run the same command again"
+    )
+
+
+def _failed_read(path: Path, error: Exception) -> Exception | None:
+    """The failure of memory or storage behind an error; None: there was none, so what was read is to blame."""
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return error
+    try:
+        for file in path.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as opened:
+                    while opened.read(2**24):
+                        pass
+    except OSError as unread:
+        return unread
+    return error if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) else None
+
+
+def _require_same(directory: Path, item: str, saved: Any, like: Any) -> None:
+    """Refuses a checkpoint whose arrays have other names or shapes than the model."""
+    names = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    has, wants = (
+        {names(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (saved, like)
+    )
+    differing = [name for name in sorted(has.keys() | wants.keys()) if has.get(name) != wants.get(name)]
+    if differing:
+        name = differing[0]
+        raise CheckpointError(
+            f"checkpoint {directory} does not fit the model: {len(differing)} of its arrays ({item}) differ, such as "
+            f"{name}: {has.get(name, 'absent')} in the checkpoint, {wants.get(name, 'absent')} in the model. It was "
+            "written by other code; use that version of it, or another run folder"
+        )
 
 
 def _corrupt(directory: Path, reason: object) -> CorruptCheckpointError:
     others = [step for step in saved_steps(directory.parent) if str(step) != directory.name]
     advice = f"there are also those of steps {', '.join(map(str, others))}" if others else "there is no other"
-    first_line = (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
-    return CorruptCheckpointError(f"checkpoint {directory} is damaged ({first_line}); {advice}")
+    return CorruptCheckpointError(f"checkpoint {directory} is damaged ({_first_line(reason)}); {advice}")
+
+
+def _first_line(reason: object) -> str:
+    return (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
 
 
 def _digest(meta: Meta) -> int:
@@ -388,6 +468,8 @@ def _digest(meta: Meta) -> int:
 def _validation_loss(directory: Path) -> float | None:
     try:
         return read_meta(directory)["validation_loss"]
+    except UnreadableCheckpointError:
+        raise  # without its loss, the best one would be removed as superseded
     except CheckpointError:
         return None  # whoever wants to load it will be told
 

@@ -20,14 +20,14 @@ from aamoe_jax.cost import parameter_count
 from aamoe_jax.data import dataset_metadata, ensure_prepared, iterate, load_tokenizer, training_batches
 from aamoe_jax.data.batches import Batch
 from aamoe_jax.training import distributed
-from aamoe_jax.training.checkpoints import FOLDER, CheckpointStore
+from aamoe_jax.training.checkpoints import FOLDER, CheckpointStore, unanimous
 from aamoe_jax.training.evaluation import Validation
 from aamoe_jax.training.interrupt import Agreement, Interrupt
 from aamoe_jax.training.metrics import Clock, MetricsLog, Record, train_record
 from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.profile import Profiler, ProfileWindow
 from aamoe_jax.training.progress import Progress
-from aamoe_jax.training.resume import restore_newest
+from aamoe_jax.training.resume import refuse_lost_history, restore_newest
 from aamoe_jax.training.state import Placement, TrainState, abstract_state, initial_state, place
 from aamoe_jax.training.step import Metrics, TrainStep, make_train_step
 from aamoe_jax.training.watchdog import Watchdog
@@ -74,6 +74,7 @@ def train(
     *,
     profile: ProfileWindow | None = None,
     notes: Mapping[str, str] | None = None,
+    allow_restart: bool = False,
 ) -> Result:
     """Trains a model, or resumes the run in `run_dir`, up to the last step or the first SIGTERM or SIGINT.
 
@@ -85,6 +86,7 @@ def train(
       run_dir: created if missing; resumed if it holds a checkpoint.
       profile: the steps to trace with the JAX profiler, into `run_dir`.
       notes: texts to put into the run folder beside config.json, by file name.
+      allow_restart: begins at step 0 in a folder whose checkpoints were lost, where that is otherwise refused.
 
     Returns:
       The last step, the signal that ended the run before TrainingConfig.steps (else None), and the validation loss.
@@ -111,6 +113,8 @@ def train(
         store = stack.enter_context(CheckpointStore(run_dir / FOLDER, keep_last=training.keep_last))
         state = restore_newest(store, like, config, datasets)
         if state is None:
+            if not allow_restart:
+                unanimous(lambda: refuse_lost_history(run_dir, store, training.checkpoint_every))
             state = initial_state(config.model, optimizer, training.seed, placement)
         start = int(jax.device_get(state.step))
         # Only now: a refused config leaves no trace in the folder of another experiment.

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from aamoe_jax.config import ConfigError, ExperimentConfig, from_dict, to_dict
@@ -20,6 +21,7 @@ from aamoe_jax.training.checkpoints import (
     read_meta,
     unanimous,
 )
+from aamoe_jax.training.metrics import read_metrics
 from aamoe_jax.training.state import TrainState
 
 FREE_FIELDS = frozenset(
@@ -49,7 +51,7 @@ def restore_newest(
 ) -> TrainState | None:
     """The state of the newest checkpoint that is intact; None when there is no checkpoint.
 
-    Damaged ones are set aside with a warning.
+    Damaged ones are set aside with a warning, once an older one has been restored.
 
     Raises:
       ConfigError: the checkpoint is of another experiment, or of other data.
@@ -57,6 +59,7 @@ def restore_newest(
     """
     # As process 0 sees them.
     steps = json.loads(distributed.gather(distributed.unique("steps"), json.dumps(store.steps()))[0])
+    damaged = []
     for step in reversed(steps):
         directory = store.folder / str(step)
         try:
@@ -64,13 +67,36 @@ def restore_newest(
             refuse_other_experiment(meta, config, datasets)
             state = store.restore(step, like, meta)
         except CorruptCheckpointError as error:
-            _warn(f"{error}; moved to {store.set_aside(step)}")
+            damaged.append((step, error))
             continue
+        for number, complaint in damaged:
+            _warn(f"{complaint}; moved to {store.set_aside(number)}")
         _warn_of_versions(meta)
         return state
-    if steps:
-        raise CheckpointError(f"every checkpoint in {store.folder} is damaged: start again in another run folder")
+    if damaged:
+        raise CheckpointError(
+            f"every checkpoint in {store.folder} is damaged, and none was changed: put copies back, or start again in "
+            f"another run folder. The newest: {damaged[0][1]}"
+        )
     return None
+
+
+def refuse_lost_history(run_dir: Path, store: CheckpointStore, checkpoint_every: int) -> None:
+    """Refuses a run folder without a checkpoint that must have had one: a run does not begin again unasked.
+
+    Metrics may be up to two intervals ahead of the first checkpoint, which is complete before the second is written.
+
+    Raises:
+      CheckpointError: it has damaged checkpoints, or metrics of steps that only come after a complete checkpoint.
+    """
+    aside = sorted(path.name for path in store.folder.glob("*.corrupt"))
+    last = max((record["step"] for record in read_metrics(run_dir)), default=0)
+    if aside or last > 2 * checkpoint_every:
+        found = f"metrics up to step {last}" + (f" and the damaged {', '.join(aside)}" if aside else "")
+        raise CheckpointError(
+            f"{run_dir} has {found}, but no checkpoint to resume from: put the checkpoints back, take another run "
+            "folder, or pass --allow_restart to begin again at step 0, which replaces the metrics"
+        )
 
 
 def refuse_other_experiment(meta: Meta, config: ExperimentConfig, datasets: dict[str, Any]) -> None:

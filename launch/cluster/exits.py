@@ -37,7 +37,7 @@ TABLE = (
     Exit(1, "the config, the data or a checkpoint does not fit", Retry.NEVER),
     Exit(3, "the loss is not finite", Retry.NEVER),
     Exit(STOPPED, "stopped by a person, saved", Retry.NEVER),
-    Exit(4, "a checkpoint or a metric could not be written", Retry.LIMITED),
+    Exit(4, "a checkpoint could not be read or written, or a metric not written", Retry.LIMITED),
     Exit(137, "killed, most often for want of memory", Retry.LIMITED),
     Exit(134, "aborted by a library", Retry.LIMITED),
     Exit(139, "segmentation fault", Retry.LIMITED),

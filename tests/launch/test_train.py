@@ -188,6 +188,19 @@ class TestResume:
 
 
 class TestFailures:
+    def test_a_folder_that_lost_its_checkpoints_does_not_begin_again_unasked(self, place, whole):
+        folder = place.folder / "lost"
+        shutil.copytree(whole, folder)
+        shutil.rmtree(folder / "checkpoints")
+        before = (folder / FILE).read_bytes()
+        code, _, err = place.run("lost")
+        assert code == 1
+        assert "but no checkpoint to resume from: put the checkpoints back" in err
+        assert (folder / FILE).read_bytes() == before
+        code, out, err = place.run("lost", "TrainingConfig.steps = 1", flags=["--allow_restart"])
+        assert code == 0, err
+        assert "starting:" in out
+
     def test_no_room_for_a_checkpoint(self, place):
         code, _, err = place.run("full", DENSE, limit=20_000)
         assert code == 4, err

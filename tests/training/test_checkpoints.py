@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import resource
 import shutil
@@ -12,22 +13,26 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from aamoe_jax.config import DataConfig, ExperimentConfig, to_dict
+from aamoe_jax.training import checkpoints
 from aamoe_jax.training.checkpoints import (
     CheckpointError,
     CheckpointStore,
     CorruptCheckpointError,
     SaveError,
+    UnreadableCheckpointError,
     _digest,
     find_checkpoint,
     fingerprints,
     load_checkpoint,
     read_meta,
 )
+from aamoe_jax.training.metrics import FILE
 from aamoe_jax.training.optimizer import build_optimizer
-from aamoe_jax.training.resume import changed_fields, refuse_other_experiment, restore_newest
+from aamoe_jax.training.resume import changed_fields, refuse_lost_history, refuse_other_experiment, restore_newest
 from aamoe_jax.training.state import TrainState
 from tests.training.helpers import assert_same_bits, experiment, replace
 
@@ -205,8 +210,10 @@ class TestDamage:
         shutil.copytree(run, copy)
         for step in (1, 2):
             (copy / "checkpoints" / str(step) / "meta" / "metadata").unlink()
-        with store_in(copy) as store, pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
-            restore_newest(store, state_at(0), CONFIG, DATASETS)
+        for _ in range(2):  # nothing is moved, so that the second try says the same
+            with store_in(copy) as store, pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
+                restore_newest(store, state_at(0), CONFIG, DATASETS)
+        assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["1", "2"]
 
     def test_a_newer_format_says_to_update(self, run, tmp_path):
         copy = tmp_path / "run"
@@ -235,6 +242,107 @@ class TestDamage:
     def test_no_best_without_an_evaluation(self, run):
         with pytest.raises(CheckpointError, match="none is the best"):
             load_checkpoint(run, "best")
+
+
+def failing(monkeypatch, owner: type, name: str, error: Exception, times: int, where: str = "") -> None:
+    """Makes the first `times` calls of a method fail whose first argument ends with `where`."""
+    monkeypatch.setattr(checkpoints, "RETRY_AFTER", (0.0, 0.0))
+    works, left = getattr(owner, name), [times]
+
+    def call(self, *args, **kwargs):
+        if left[0] and str(self).endswith(where):
+            left[0] -= 1
+            raise error
+        return works(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+class TestFailedReads:
+    """Memory and storage that fail say nothing about a checkpoint."""
+
+    def test_of_arrays_are_tried_again(self, run, monkeypatch):
+        failing(monkeypatch, ocp.Checkpointer, "restore", MemoryError(), times=2)
+        assert_same_bits(load_checkpoint(run).params, state_at(2).params)
+
+    def test_of_metadata_are_tried_again(self, run, monkeypatch):
+        failing(monkeypatch, Path, "read_text", OSError(errno.EIO, "Input/output error"), 2, "2/meta/metadata")
+        assert load_checkpoint(run).step == 2
+
+    @pytest.mark.parametrize(
+        ("owner", "name", "error", "where"),
+        [
+            (ocp.Checkpointer, "restore", MemoryError("out of memory"), ""),
+            (ocp.Checkpointer, "restore", RuntimeError("RESOURCE_EXHAUSTED: out of memory"), ""),
+            (Path, "open", OSError(errno.EIO, "out of order"), "params/_METADATA"),
+            (Path, "read_text", OSError(errno.ESTALE, "out of reach"), "2/meta/metadata"),
+        ],
+    )
+    def test_that_go_on_end_the_run_and_change_nothing(self, run, tmp_path, monkeypatch, owner, name, error, where):
+        copy = tmp_path / "run"
+        shutil.copytree(run, copy)
+        if owner is Path and name == "open":  # Orbax says no more than that it has no metadata
+            failing(monkeypatch, ocp.Checkpointer, "restore", Exception("Encountered error"), times=-1)
+        with store_in(copy) as store:
+            failing(monkeypatch, owner, name, error, times=-1, where=where)
+            with pytest.raises(
+                UnreadableCheckpointError, match=r"could not be read \(.*out of .*\), 3 times; it may be"
+            ):
+                restore_newest(store, state_at(0), CONFIG, DATASETS)
+        monkeypatch.undo()
+        assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["1", "2"]
+        with store_in(copy) as store:
+            assert int(restore_newest(store, state_at(0), CONFIG, DATASETS).step) == 2
+
+    def test_of_the_best_do_not_remove_it(self, tmp_path, monkeypatch):
+        saved(tmp_path, {1: 1.0, 2: 3.0}, keep_last=1)
+        failing(monkeypatch, Path, "read_text", OSError(errno.EIO, "out"), -1, "1/meta/metadata")
+        with pytest.raises(UnreadableCheckpointError):
+            store_in(tmp_path, keep_last=1)
+        monkeypatch.undo()
+        assert find_checkpoint(tmp_path, "best").name == "1"
+
+
+class TestOtherModel:
+    def test_one_of_other_code_is_refused_with_the_difference(self, run, tmp_path):
+        copy = tmp_path / "run"
+        shutil.copytree(run, copy)
+        like = state_at(0)
+        like = like._replace(params=like.params | {"gate": jnp.zeros(3)})
+        with (
+            store_in(copy) as store,
+            pytest.raises(CheckpointError, match=r"differ, such as gate: absent in the ch") as e,
+        ):
+            restore_newest(store, like, CONFIG, DATASETS)
+        assert not isinstance(e.value, CorruptCheckpointError)
+        assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["1", "2"]
+
+
+class TestLostHistory:
+    """A run folder without a checkpoint that must have had one."""
+
+    def history(self, folder: Path, last: int) -> Path:
+        records = ({"kind": "train", "step": step} for step in range(1, last + 1))
+        folder.mkdir(exist_ok=True)
+        (folder / FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
+        return folder
+
+    def test_metrics_of_more_steps_than_two_checkpoints_take(self, tmp_path):
+        with (
+            store_in(self.history(tmp_path / "run", 21)) as store,
+            pytest.raises(CheckpointError, match=r"has metrics up to step 21, but no checkpoint .* --allow_restart"),
+        ):
+            refuse_lost_history(tmp_path / "run", store, 10)
+
+    def test_damaged_ones_alone(self, tmp_path):
+        with store_in(self.history(tmp_path / "run", 3)) as store:
+            (store.folder / "2.corrupt").mkdir()
+            with pytest.raises(CheckpointError, match=r"up to step 3 and the damaged 2.corrupt, but no checkpoint"):
+                refuse_lost_history(tmp_path / "run", store, 10)
+
+    def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(self, tmp_path):
+        with store_in(self.history(tmp_path / "run", 20)) as store:
+            refuse_lost_history(tmp_path / "run", store, 10)
 
 
 def damage(path: Path, how: str) -> None:
