@@ -117,5 +117,5 @@ def test_a_program_works_where_other_packages_have_our_names(script, foreign):
 def test_the_help_of_a_program_is_shown_under_the_name_of_its_command(script, foreign):
     done = run(script, "train", "--help", cwd=foreign)
     assert done.stdout.strip().startswith(help_text("train")), done.stderr
-    assert "\naamoe train:\n  --distributed: " in done.stdout
+    assert "\naamoe train:\n  --[no]allow_restart: " in done.stdout
     assert "launch/train.py" not in done.stdout
