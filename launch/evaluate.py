@@ -242,7 +242,7 @@ def tables(results: list[Record]) -> str:
     table = report.budget_sweep_table if FLAGS.sweep == "budget" else report.length_sweep_table
     budgets = next(measured(results[0]))["budget"]
     parts = [f"{result['dataset']}, {report.budget_label(budgets)}\n{table(result['points'])}" for result in results]
-    return "\n\n".join([*parts, report.PAST_MOVES])
+    return "\n\n".join([*parts, report.FUTURE_LEAK])
 
 
 def measured(result: Record) -> Iterator[Record]:

@@ -14,8 +14,8 @@ from aamoe_jax.evaluation.sweeps import rises
 
 Record = dict[str, Any]
 
-PAST_MOVES = "past moves: largest change of a logit before a cut when all tokens from the cut on are replaced"
-SPENT = f"{'MFLOP/token':>13}{'spent':>7}{'clipped':>9}{'past moves':>12}"
+FUTURE_LEAK = "future leak: the largest change of any earlier logit when all later tokens are replaced; 0 means causal"
+SPENT = f"{'MFLOP/token':>13}{'spent':>7}{'clipped':>9}{'future leak':>13}"
 """The last columns of every table: what an evaluation took, and what its probe saw."""
 NOTE = (
     "note: %s; in this arithmetic rounding can depend on what stands beside a token: float32 on a CPU tells a leak "
@@ -61,7 +61,7 @@ def budgets_table(results: Sequence[Record]) -> str:
         rows = zip(names, result["budgets"].values(), strict=True)
         lines += [f"{name:<{width}}{_budget_row(record)}" for name, record in rows]
         lines += [f"{'':<{width}}{name:<29}{bits:>9.3f}" for name, bits in result["baselines"].items()]
-    lines += ["", PAST_MOVES]
+    lines += ["", FUTURE_LEAK]
     if any("gap_to_row" in record for result in results for record in result["budgets"].values()):
         lines += ["to row: the leakage gap, bits per byte that row budgets gain by seeing the future"]
     return "\n".join(lines)
@@ -75,8 +75,8 @@ def _budget_row(record: Record) -> str:
 
 def _spent(record: Record) -> str:
     spent, clipped = _cell(record["spent"], ".2f"), _cell(record["clip_rate"], ".1%")
-    flops, moved = record["flops_per_token"] / 1e6, record["causality"]["largest"]
-    return f"{flops:>13.2f}{spent:>7}{clipped:>9}{moved:>12.2g}"
+    flops, leak = record["flops_per_token"] / 1e6, record["causality"]["largest"]
+    return f"{flops:>13.2f}{spent:>7}{clipped:>9}{leak:>13.2g}"
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -99,19 +99,19 @@ def predictor_table(figures: Record, flip_rate: float) -> str:
 
 
 def causality_warnings(records: Iterable[Record], *, exact: bool) -> list[str]:
-    """What is to be said of causal budgets under which the past moved.
+    """Warnings of causal budgets under which earlier logits changed with later tokens.
 
     Args:
       exact: the arithmetic gives a token the same bits whatever stands beside it (float32 on a CPU); elsewhere rounding
-        alone can move the past a little.
+        alone can change earlier logits a little.
     """
     warnings = []
     for record in records:
-        moved = record["causality"]["largest"]
-        if record["budget"] == "row" or moved == 0:
+        leak = record["causality"]["largest"]
+        if record["budget"] == "row" or leak == 0:
             continue
         name = "without budgets" if record["budget"] is None else f"under {record['budget']} budgets"
-        found = f"{name} the past moved by {moved:.2g}"
+        found = f"{name} earlier logits changed by {leak:.2g}"
         warnings.append(f"warning: {found}: the future leaks, no figure of it is honest" if exact else NOTE % found)
     return list(dict.fromkeys(warnings))
 

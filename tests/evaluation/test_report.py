@@ -79,16 +79,16 @@ class TestBudgets:
 
 
 class TestWarnings:
-    def test_a_causal_budget_under_which_the_past_moves_is_a_warning_where_arithmetic_is_exact(self):
+    def test_a_causal_budget_that_leaks_is_a_warning_where_arithmetic_is_exact(self):
         records = [record("row", moved=1.0), record("prefix"), record("predictor", moved=0.25)]
         (warning,) = report.causality_warnings(records, exact=True)
-        assert warning.startswith("warning: under predictor budgets the past moved by 0.25: the future leaks")
+        assert warning.startswith("warning: under predictor budgets earlier logits changed by 0.25: the future leaks")
         (note,) = report.causality_warnings(records, exact=False)
-        assert note.startswith("note: under predictor budgets the past moved by 0.25; in this arithmetic")
+        assert note.startswith("note: under predictor budgets earlier logits changed by 0.25; in this arithmetic")
 
     def test_no_number_is_a_warning_and_a_dense_model_is_not_spared(self):
         (warning,) = report.causality_warnings([record(None, moved=float("nan"))], exact=True)
-        assert warning.startswith("warning: without budgets the past moved by nan")
+        assert warning.startswith("warning: without budgets earlier logits changed by nan")
 
     def test_nothing_to_say(self):
         assert report.causality_warnings([record(), record("row", moved=3.0)], exact=True) == []
