@@ -111,6 +111,7 @@ def own_configs() -> dict[str, type]:
 
 
 def _is_config(cls: type) -> bool:
+    # Of how a dataclass was made, typeshed knows nothing.
     if not dataclasses.is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         return False
     missing = dataclasses.MISSING

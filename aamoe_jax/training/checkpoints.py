@@ -329,6 +329,8 @@ def unanimous(read: Callable[[], Read]) -> Read:
         for name, text in complaints:
             if name == kind.__name__:
                 raise own if type(own) is kind else kind(text)
+    if own is not None:
+        raise own
     return result
 
 
