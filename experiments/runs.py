@@ -23,8 +23,10 @@ from aamoe_jax.data import dataset_metadata, evaluation_batches, load_tokenizer
 from aamoe_jax.data.tokenizers import Tokenizer
 from aamoe_jax.evaluation.budget_use import budget_use
 from aamoe_jax.evaluation.perplexity import Evaluation, Evaluator, causal_budget
+from aamoe_jax.files import write_whole
 from aamoe_jax.model import Skipped, structure
 from aamoe_jax.training.checkpoints import load_checkpoint
+from aamoe_jax.training.interrupt import StoppedEarly
 from aamoe_jax.training.loop import DivergedError, train
 from aamoe_jax.training.metrics import read_metrics
 from aamoe_jax.training.resume import FREE_FIELDS, changed_fields
@@ -96,7 +98,10 @@ def run(
         refuse_other_result(result, config, eval_batches, path)
         return result
     run_dir.mkdir(parents=True, exist_ok=True)
-    ended = train(config, run_dir, notes={"config.gin": operative_gin(config)})
+    try:
+        ended = train(config, run_dir, notes={"config.gin": operative_gin(config)})
+    except StoppedEarly as error:
+        raise StoppedError(error.signal) from error
     if ended.interrupted is not None:
         raise StoppedError(ended.interrupted)
     return keep(measure(run_dir, config, eval_batches, more, skipped), path)
@@ -105,9 +110,7 @@ def run(
 def keep(result: Result, path: Path) -> Result:
     """Writes a result, whole or not at all, and returns it as a later call will read it: without tuples."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    incomplete = path.with_suffix(".incomplete")
-    incomplete.write_text(json.dumps(result, indent=1) + "\n")
-    incomplete.replace(path)
+    write_whole(path, json.dumps(result, indent=1) + "\n")
     return json.loads(path.read_text())
 
 

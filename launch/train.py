@@ -16,9 +16,10 @@ With --distributed the same command runs on every host, on one run folder that a
 stops all of them after the same step; where one is lost, or a step hangs, the others end within a minute. The run goes
 on with any number of processes and on any mesh.
 
-Exit codes: 0 finished; 1 the config, the data or a checkpoint does not fit; 3 the loss is not finite; 4 a checkpoint
-could not be read or written, or a metric not written; 5 another process is lost, or a step hung; 143 stopped by SIGTERM
-and 130 by SIGINT, all saved: the same command goes on.
+Exit codes: 0 finished; 1 the config, the data, the memory or a checkpoint does not fit; 3 the loss is not finite; 4 a
+checkpoint could not be read or written, or a metric not written; 5 another process is lost, or a step hung; 7 another
+run uses the run folder; 70 an unexpected error, with a traceback; 143 stopped by SIGTERM and 130 by SIGINT: the same
+command goes on.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from absl import flags
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.training import distributed
-from aamoe_jax.training.checkpoints import SaveError, UnreadableCheckpointError
+from aamoe_jax.training.checkpoints import InUseError, SaveError, UnreadableCheckpointError
+from aamoe_jax.training.interrupt import StoppedEarly
 from aamoe_jax.training.loop import DivergedError, Result, train
 from aamoe_jax.training.metrics import read_metrics
 from aamoe_jax.training.profile import ProfileWindow
@@ -42,13 +44,17 @@ from launch.program import define_experiment_flags, experiment_from_flags, refus
 EXIT_REFUSED = 1
 EXIT_DIVERGED = 3
 EXIT_NOT_SAVED = 4
+EXIT_IN_USE = 7
+EXIT_UNEXPECTED = 70
+"""EX_SOFTWARE of sysexits.h. Python's own code for an exception is 1, which here is a refusal."""
 EXITS = {
     DivergedError: EXIT_DIVERGED,
+    InUseError: EXIT_IN_USE,
     SaveError: EXIT_NOT_SAVED,
     UnreadableCheckpointError: EXIT_NOT_SAVED,
     ConfigError: EXIT_REFUSED,
 }
-"""The first that fits: SaveError and UnreadableCheckpointError are ConfigErrors too."""
+"""The first that fits: those above ConfigError are ConfigErrors too."""
 GO_ON = "the same command goes on from there"
 EXIT_SIGNAL = 128
 """Plus the number of the signal, as shells do."""
@@ -80,20 +86,37 @@ def main(argv: list[str]) -> int:
         distributed.initialize(flags.FLAGS.distributed)
     try:
         code = run_training()
+    except StoppedEarly as error:
+        print(f"{error}: nothing to save; the same command starts again")
+        distributed.leave_at_once(EXIT_SIGNAL + error.signal)  # the compiler may be at work in another thread
+    except KeyboardInterrupt:
+        print("ended by SIGINT; the same command goes on from the newest checkpoint", file=sys.stderr)
+        distributed.leave_at_once(EXIT_SIGNAL + signal.SIGINT)
     except (DivergedError, ConfigError) as error:
         print(f"error: {distributed.this_process()}{error}", file=sys.stderr)
         code = next(code for kind, code in EXITS.items() if isinstance(error, kind))
-    except (Exception, KeyboardInterrupt) as error:
-        if not several:
-            raise
+    except Exception as error:
         if distributed.is_loss(error):
             distributed.end_lost(error)
-        traceback.print_exc()  # Python's own way out would wait for the others
-        code = EXIT_SIGNAL + signal.SIGINT if isinstance(error, KeyboardInterrupt) else EXIT_REFUSED
-        distributed.leave(code)
+        code = unexpected(error)
     if several and 0 < code < EXIT_SIGNAL:
-        distributed.leave(code)
+        distributed.leave(code)  # Python's own way out would wait for the others
     return code
+
+
+def unexpected(error: Exception) -> int:
+    """Says what is known of an error that is not of the config; returns the exit code."""
+    if "RESOURCE_EXHAUSTED" in str(error):
+        print(
+            f"error: {distributed.this_process()}out of memory ({str(error).splitlines()[0][:300]}): lower "
+            "TrainingConfig.batch_size, raise TrainingConfig.accumulate, or spread the model over more devices "
+            "(MeshConfig.fsdp)",
+            file=sys.stderr,
+        )
+        return EXIT_REFUSED
+    traceback.print_exc()
+    print(f"error: {distributed.this_process()}unexpected, see above; what was saved is as it was", file=sys.stderr)
+    return EXIT_UNEXPECTED
 
 
 def run_training() -> int:

@@ -5,7 +5,7 @@ A checkpoint is a folder named after its step, which appears in one rename when 
   params     the parameters, a nested dict under the model's path names
   optimizer  the optimizer's state, a nested dict
   meta       JSON: format, step, key, weights of sparsity losses, position in the data, config, imported mixers,
-             datasets, library versions, validation loss
+             datasets, library versions, validation loss, steps skipped in a row, number of metrics
 
 Orbax does not notice a flipped bit inside an array, nor a missing file (it reads zeros), so `meta` also holds a
 fingerprint of every array and of itself.
@@ -71,6 +71,10 @@ class UnreadableCheckpointError(CheckpointError):
 
 class SaveError(CheckpointError):
     """A part of the run that could not be written."""
+
+
+class InUseError(ConfigError):
+    """The run folder has another owner, which is alive."""
 
 
 class Checkpoint(NamedTuple):
@@ -174,6 +178,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         self.folder = folder.absolute()  # Orbax takes no others
         self._keep_last = keep_last
         self._writing: int | None = None
+        self._supersedes = True
         try:
             if distributed.is_first():
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -203,9 +208,22 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         return saved_steps(self.folder)
 
     def save(
-        self, state: TrainState, config: ExperimentConfig, datasets: dict[str, Any], validation_loss: float | None
+        self,
+        state: TrainState,
+        config: ExperimentConfig,
+        datasets: dict[str, Any],
+        validation_loss: float | None,
+        *,
+        skipped: int = 0,
+        records: int = 0,
     ) -> None:
-        """Starts to write a checkpoint; returns when the arrays are copied, so that the state may be donated."""
+        """Starts to write a checkpoint; returns when the arrays are copied, so that the state may be donated.
+
+        Args:
+          skipped: so many steps before it were not finite, in a row. Where there are any, no older one is removed for
+            it: its parameters may be what is wrong.
+          records: of metrics, until here.
+        """
         self.wait()
         step = int(jax.device_get(state.step))
         trees = _trees(state)
@@ -220,10 +238,12 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             "datasets": datasets,
             "versions": library_versions(),
             "validation_loss": validation_loss,
+            "skipped": skipped,
+            "records": records,
             "fingerprints": fingerprints(trees),
         }
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-        self._writing, self._losses[step] = step, validation_loss
+        self._writing, self._losses[step], self._supersedes = step, validation_loss, skipped == 0
         try:
             self._checkpointer.save(
                 self._directory(step),
@@ -241,6 +261,8 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         if self._writing is None or not self._directory(self._writing).is_dir():
             return
         self._writing, steps = None, self.steps()
+        if not self._supersedes:
+            return
         kept = {*steps[-self._keep_last :], _best({step: self._losses[step] for step in steps})}
         for step in set(steps) - kept if distributed.is_first() else ():
             shutil.rmtree(self._directory(step))
@@ -316,21 +338,21 @@ def library_versions() -> dict[str, str]:
 
 
 def unanimous(read: Callable[[], Read]) -> Read:
-    """What `read` returns. A checkpoint that one process cannot read, none of them takes: it raises on all."""
+    """What `read` returns. Where it raises a ConfigError on one process, it raises one on all of them."""
     own = None
     try:
         result = read()
-    except CheckpointError as error:
+    except ConfigError as error:
         own = error
     said = json.dumps([type(own).__name__, str(own)]) if own else ""
     complaints = [json.loads(text) for text in distributed.gather(distributed.unique("read"), said) if text]
     # All raise the same kind: where one of them only failed to read, nothing is proven.
-    for kind in (UnreadableCheckpointError, CheckpointError, CorruptCheckpointError):
+    for kind in (InUseError, SaveError, UnreadableCheckpointError, CheckpointError, CorruptCheckpointError):
         for name, text in complaints:
             if name == kind.__name__:
                 raise own if type(own) is kind else kind(text)
-    if own is not None:
-        raise own
+    if complaints:
+        raise own or ConfigError(complaints[0][1])
     return result
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import threading
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 import jax
 
@@ -13,6 +17,16 @@ from aamoe_jax.training import distributed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_SECONDS = 1.0
+
+Value = TypeVar("Value")
+
+
+class StoppedEarly(KeyboardInterrupt):
+    """A signal came before the first step: nothing is there to be saved."""
+
+    def __init__(self, number: signal.Signals):
+        super().__init__(f"stopped by {number.name} before the first step")
+        self.signal = number
 
 
 class Interrupt(contextlib.AbstractContextManager["Interrupt"]):
@@ -29,13 +43,40 @@ class Interrupt(contextlib.AbstractContextManager["Interrupt"]):
     def __exit__(self, *_: object) -> None:
         self._restore()
 
+    def before_steps(self, work: Callable[[], Value]) -> Value:
+        """What `work()` returns. In a run of one process, a signal that comes before or meanwhile ends it.
+
+        The work is done in another thread, and is left to end by itself: a compiler cannot be stopped, and until it is
+        done Python handles no signal in the thread that waits for it. Several processes stop together, between steps.
+
+        Raises:
+          StoppedEarly: there was a signal.
+        """
+        if jax.process_count() > 1:
+            return work()
+        future: Future[Value] = Future()
+        threading.Thread(target=_fulfil, args=(future, work), name="before steps", daemon=True).start()
+        while not wait([future], timeout=0.1).done:
+            if self.requested is not None:
+                raise StoppedEarly(self.requested)
+        return future.result()
+
     def _note(self, number: int, frame: object) -> None:
-        self.requested = signal.Signals(number)
         self._restore()
+        self.requested = signal.Signals(number)
+        note = f"{self.requested.name}: stopping after the step in flight; a second one ends it now"
+        os.write(sys.stderr.fileno(), f"\n{note}\n".encode())  # print is not reentrant
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+def _fulfil(future: Future[Value], work: Callable[[], Value]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 class Agreement(contextlib.AbstractContextManager["Agreement"]):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +20,14 @@ from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, to_dict
 from aamoe_jax.cost import parameter_count
 from aamoe_jax.data import dataset_metadata, ensure_prepared, iterate, load_tokenizer, training_batches
 from aamoe_jax.data.batches import Batch
+from aamoe_jax.files import write_whole
 from aamoe_jax.training import distributed
-from aamoe_jax.training.checkpoints import FOLDER, CheckpointStore, unanimous
+from aamoe_jax.training.checkpoints import FOLDER, CheckpointStore, Meta, unanimous
 from aamoe_jax.training.evaluation import Validation
 from aamoe_jax.training.interrupt import Agreement, Interrupt
 from aamoe_jax.training.metrics import Clock, MetricsLog, Record, train_record
 from aamoe_jax.training.optimizer import build_optimizer
+from aamoe_jax.training.owner import Owner
 from aamoe_jax.training.profile import Profiler, ProfileWindow
 from aamoe_jax.training.progress import Progress
 from aamoe_jax.training.resume import refuse_lost_history, restore_newest
@@ -64,6 +67,7 @@ class Run:
     store: CheckpointStore
     recorder: Recorder
     profiler: Profiler
+    owner: Owner
     interrupt: Interrupt
     watchdog: Watchdog
 
@@ -95,9 +99,11 @@ def train(
       ConfigError: the experiment cannot work, or is not the one in `run_dir`.
       DataError: a dataset other than `code` is not prepared. The message has the command that prepares it.
       DivergedError: the loss or the gradient is not finite. Nothing of that state was saved.
+      InUseError: another process trains in `run_dir`.
       SaveError: a checkpoint could not be written.
+      StoppedEarly: a signal came before the first step, and this is the only process.
     """
-    run_dir, training = Path(run_dir), config.training
+    run_dir, training = _local(run_dir), config.training
     _prepare(config.data)
     byte_lengths = load_tokenizer(config.data.tokenizer).byte_lengths
     datasets = {name: dataset_metadata(config.data, name) for name, _ in config.data.mixture}
@@ -106,39 +112,50 @@ def train(
     optimizer = build_optimizer(config.optimizer, training.steps)
     graphdef, like = abstract_state(config.model, optimizer, placement)
 
+    index, count = placement.shard(training.batch_size)
+    dataset = training_batches(
+        config.data, batch_size=training.batch_size, seed=training.seed, shard_index=index, shard_count=count
+    )
+    validate = Validation(config, graphdef, byte_lengths, placement)
+
     with contextlib.ExitStack() as stack:
         # Outermost, so that a signal cannot cut off what the others do on their way out.
         interrupt = stack.enter_context(Interrupt())
+        owner = stack.enter_context(Owner(run_dir))
         watchdog = stack.enter_context(Watchdog(run_dir, jax.process_index()))
         store = stack.enter_context(CheckpointStore(run_dir / FOLDER, keep_last=training.keep_last))
-        state = restore_newest(store, like, config, datasets)
-        if state is None:
+        restored = interrupt.before_steps(lambda: restore_newest(store, like, config, datasets))
+        if restored is None:
             if not allow_restart:
                 unanimous(lambda: refuse_lost_history(run_dir, store, training.checkpoint_every))
-            state = initial_state(config.model, optimizer, training.seed, placement)
+            meta = Meta()
+            state = interrupt.before_steps(lambda: initial_state(config.model, optimizer, training.seed, placement))
+        else:
+            state, meta = restored
         start = int(jax.device_get(state.step))
         # Only now: a refused config leaves no trace in the folder of another experiment.
         if distributed.is_first():
             for name, text in {"config.json": json.dumps(to_dict(config), indent=1) + "\n", **(notes or {})}.items():
-                (run_dir / name).write_text(text)
-        log = stack.enter_context(MetricsLog(run_dir, resume_step=start, tensorboard=training.tensorboard))
+                write_whole(run_dir / name, text)
+        log = stack.enter_context(
+            MetricsLog(run_dir, resume_step=start, tensorboard=training.tensorboard, expected=meta.get("records"))
+        )
+        if start >= training.steps:
+            return Result(start, None, meta.get("validation_loss"))
         progress = stack.enter_context(Progress(start, training.steps))
         progress.say(_opening(config, like, start))
         step_function = make_train_step(config, graphdef, optimizer, byte_lengths, placement)
-        index, count = placement.shard(training.batch_size)
-        dataset = training_batches(
-            config.data, batch_size=training.batch_size, seed=training.seed, shard_index=index, shard_count=count
-        )
         run = Run(
             config=config,
             datasets=datasets,
             placement=placement,
             batches=iterate(dataset, start),
-            train_step=compile_step(step_function, like, config, placement, progress),
-            validate=Validation(config, graphdef, byte_lengths, placement),
+            train_step=interrupt.before_steps(lambda: compile_step(step_function, like, config, placement, progress)),
+            validate=validate,
             store=store,
-            recorder=Recorder(config, log, progress, store, start),
+            recorder=Recorder(config, log, progress, store, start, skipped=meta.get("skipped", 0)),
             profiler=stack.enter_context(Profiler(profile if distributed.is_first() else None, run_dir)),
+            owner=owner,
             interrupt=interrupt,
             watchdog=watchdog,
         )
@@ -162,6 +179,7 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
                 recorder.receive(step, metrics)  # reads those of step n - 1, while the device computes step n
                 run.profiler.after(step, metrics)
                 run.store.poll()
+                run.owner.poll()
                 goes_on = step < training.steps and agreement.allows(step + 1)
                 evaluates = _due(step, training.eval_every, training.steps)
                 saves = not goes_on or _due(step, training.checkpoint_every, training.steps)
@@ -174,7 +192,8 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
                     recorder.validation(records)
             if saves:
                 with recorder.clock.paused():
-                    run.store.save(state, run.config, run.datasets, loss)
+                    run.owner.confirm()
+                    run.store.save(state, run.config, run.datasets, loss, **recorder.sync())
         run.store.wait()
     return Result(step, agreement.signal if step < training.steps else None, loss)
 
@@ -183,11 +202,18 @@ class Recorder:
     """Metrics from the device to the log, one step behind, so that the host never waits for the step in flight."""
 
     def __init__(
-        self, config: ExperimentConfig, log: MetricsLog, progress: Progress, store: CheckpointStore, start: int
+        self,
+        config: ExperimentConfig,
+        log: MetricsLog,
+        progress: Progress,
+        store: CheckpointStore,
+        start: int,
+        *,
+        skipped: int = 0,
     ):
         self._config, self._log, self._progress, self._store = config, log, progress, store
         self._pending: tuple[int, Metrics] | None = None
-        self._in_a_row = 0
+        self._in_a_row = skipped
         self.clock = Clock(start)
 
     def receive(self, step: int, metrics: Metrics) -> None:
@@ -200,6 +226,11 @@ class Recorder:
         pending, self._pending = self._pending, None
         if pending is not None:
             self._record(*pending)
+
+    def sync(self) -> dict[str, int]:
+        """Until all records are on disk. Returns what the checkpoint of this step notes of them."""
+        self._log.sync()
+        return {"skipped": self._in_a_row, "records": self._log.count}
 
     def validation(self, records: list[Record]) -> None:
         """Records an evaluation."""
@@ -226,7 +257,7 @@ class Recorder:
 
     def _divergence(self, step: int, values: Metrics) -> str:
         self._store.wait()
-        saved = self._store.steps()
+        saved = [number for number in self._store.steps() if number <= step - self._in_a_row]
         last = f"the last good checkpoint is {self._store.folder / str(saved[-1])}" if saved else "nothing was saved"
         row = f", the {IN_A_ROW}th step in a row" if self._in_a_row == IN_A_ROW else ""
         return (
@@ -262,6 +293,15 @@ def lower_step(step: TrainStep, like: TrainState, config: ExperimentConfig, plac
 def abstract_batch(shape: tuple[int, int], placement: Placement) -> dict[str, jax.ShapeDtypeStruct]:
     """A batch of (rows, tokens) as shapes with shardings."""
     return dict.fromkeys(BATCH_FIELDS, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.batch))
+
+
+def _local(run_dir: str | Path) -> Path:
+    """The path of a run folder; an address of a bucket is none."""
+    if re.match("[a-z][a-z0-9+.-]+:/", str(run_dir)):
+        raise ConfigError(
+            f"run_dir = {str(run_dir)!r}: must be a path; mount the bucket (gcsfuse) and give the path it has here"
+        )
+    return Path(run_dir)
 
 
 def _prepare(data: DataConfig) -> None:

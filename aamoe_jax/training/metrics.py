@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ import jax
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.cost import training_flops
+from aamoe_jax.files import write_whole
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.training import distributed
 from aamoe_jax.training.auxiliary import LOSSES
@@ -26,6 +29,7 @@ from aamoe_jax.training.checkpoints import SaveError
 from pallas_kernels.chips import peak_flops
 
 FILE = "metrics.jsonl"
+DAMAGED = "metrics.damaged"
 TIMING_FIELDS = ("steps_per_second", "tokens_per_second", "mfu", "data_wait")
 
 Record = dict[str, Any]
@@ -108,17 +112,32 @@ def loss_fields(sums: dict[str, Any]) -> Record:
 
 
 class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
-    """Writes records, if this is process 0; on resume first drops those of steps that will be done again."""
+    """Writes records, if this is process 0; on resume first drops those of steps that will be done again.
 
-    def __init__(self, run_dir: Path, *, resume_step: int, tensorboard: str):
+    Lines that cannot be read are moved to `metrics.damaged`. A warning says how many, and how many are missing.
+
+    Args:
+      expected: so many records were there when the checkpoint of `resume_step` was made; None: not known.
+    """
+
+    def __init__(self, run_dir: Path, *, resume_step: int, tensorboard: str, expected: int | None = None):
+        self.count = 0
+        """Records of the run so far, with those that are missing. On process 0."""
         self._path = run_dir / FILE
         self._file = self._writer = None
         if not distributed.is_first():
             return
-        kept = [record for record in read_metrics(run_dir) if record["step"] <= resume_step]
-        incomplete = self._path.with_suffix(".incomplete")
-        incomplete.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        incomplete.replace(self._path)
+        records, damaged = read_lines(run_dir)
+        if damaged:
+            with (run_dir / DAMAGED).open("ab") as file:
+                file.writelines(line.rstrip(b"\n") + b"\n" for line in damaged.values())
+            numbers = ", ".join(map(str, list(damaged)[:5])) + (", ..." if len(damaged) > 5 else "")
+            _warn(f"{self._path}: {len(damaged)} lines cannot be read (line {numbers}); moved to {DAMAGED}")
+        kept = [record for record in records if record["step"] <= resume_step]
+        if expected is not None and len(kept) < expected:
+            _warn(f"{self._path}: {expected - len(kept)} of {expected} records up to step {resume_step} are missing")
+        self.count = max(len(kept), expected or 0)
+        write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = self._path.open("ab", buffering=0)
         if tensorboard == "on":
             try:
@@ -138,23 +157,50 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
 
     def write(self, record: Record) -> None:
         """One record, at once: a run that is killed has its lines."""
+        self.count += 1
         if self._file is None:
             return
-        try:
+        with self._saving():
             self._file.write((json.dumps(record) + "\n").encode())
-        except OSError as error:
-            raise SaveError(f"{self._path} could not be written: {error.strerror}") from error
         if self._writer is not None:
             scope = "/".join(record[name] for name in ("kind", "dataset") if name in record)
             for name, value in _scalars(record):
                 self._writer.add_scalar(f"{scope}/{name}", value, record["step"])
 
+    def sync(self) -> None:
+        """Until all records are on disk: no checkpoint outlasts the metrics of its steps."""
+        if self._file is not None:
+            with self._saving():
+                os.fsync(self._file.fileno())
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise SaveError(f"{self._path} could not be written: {error.strerror}") from error
+
 
 def read_metrics(run_dir: Path) -> list[Record]:
-    """The records of a run, oldest first; a last line that was cut off is left out."""
+    """The records of a run, oldest first; lines that cannot be read, such as one that was cut off, are left out."""
+    return read_lines(run_dir)[0]
+
+
+def read_lines(run_dir: Path) -> tuple[list[Record], dict[int, bytes]]:
+    """The records of a run, oldest first, and the lines that are none by number, but for a last one without an end."""
     path = run_dir / FILE
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}\n")]
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    records, damaged = [], {}
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            record = json.loads(line)
+            if not {"kind", "step"} <= record.keys():
+                raise ValueError
+        except (ValueError, AttributeError):
+            damaged[number] = line
+        else:
+            records.append(record)
+    return records, damaged
 
 
 def _scalars(record: Record) -> Iterator[tuple[str, float]]:
@@ -163,3 +209,7 @@ def _scalars(record: Record) -> Iterator[tuple[str, float]]:
             yield from ((f"{key}/{layer}", x) for key, values in value.items() for layer, x in enumerate(values))
         elif name not in ("kind", "dataset", "step"):
             yield name, value
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)

@@ -48,8 +48,8 @@ FREE_FIELDS = frozenset(
 
 def restore_newest(
     store: CheckpointStore, like: TrainState, config: ExperimentConfig, datasets: dict[str, Any]
-) -> TrainState | None:
-    """The state of the newest checkpoint that is intact; None when there is no checkpoint.
+) -> tuple[TrainState, Meta] | None:
+    """The state and the metadata of the newest checkpoint that is intact; None when there is no checkpoint.
 
     Damaged ones are set aside with a warning, once an older one has been restored.
 
@@ -72,7 +72,7 @@ def restore_newest(
         for number, complaint in damaged:
             _warn(f"{complaint}; moved to {store.set_aside(number)}")
         _warn_of_versions(meta)
-        return state
+        return state, meta
     if damaged:
         raise CheckpointError(
             f"every checkpoint in {store.folder} is damaged, and none was changed: put copies back, or start again in "

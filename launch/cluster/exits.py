@@ -34,14 +34,16 @@ PREEMPTED = 143
 
 TABLE = (
     Exit(UNHEALTHY, "a host failed its health probe", Retry.ELSEWHERE),
-    Exit(1, "the config, the data or a checkpoint does not fit", Retry.NEVER),
+    Exit(1, "the config, the data, the memory or a checkpoint does not fit", Retry.NEVER),
     Exit(3, "the loss is not finite", Retry.NEVER),
-    Exit(STOPPED, "stopped by a person, saved", Retry.NEVER),
+    Exit(STOPPED, "stopped by a person", Retry.NEVER),
     Exit(4, "a checkpoint could not be read or written, or a metric not written", Retry.LIMITED),
+    Exit(7, "another run uses the run folder", Retry.LIMITED),
+    Exit(70, "an unexpected error; its traceback is in the log", Retry.LIMITED),
     Exit(137, "killed, most often for want of memory", Retry.LIMITED),
     Exit(134, "aborted by a library", Retry.LIMITED),
     Exit(139, "segmentation fault", Retry.LIMITED),
-    Exit(PREEMPTED, "preempted, saved", Retry.ALWAYS),
+    Exit(PREEMPTED, "preempted", Retry.ALWAYS),
     Exit(LOST, "a process of the job was lost, or a step hung", Retry.LIMITED),
     Exit(0, "finished", Retry.NEVER),
 )

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ from aamoe_jax.training.distributed import EXIT_LOST
 from aamoe_jax.training.metrics import FILE, read_metrics
 from experiments.binding import load_experiment
 from launch.cluster import exits
-from launch.train import EXIT_DIVERGED, EXIT_NOT_SAVED, EXIT_REFUSED, EXIT_SIGNAL
+from launch.train import EXIT_DIVERGED, EXIT_IN_USE, EXIT_NOT_SAVED, EXIT_REFUSED, EXIT_SIGNAL, EXIT_UNEXPECTED
 from tests.training.helpers import assert_same_bits, tiny_data, untimed
 
 STEPS = 120
@@ -108,6 +109,12 @@ def last_state(run_dir: Path) -> dict[str, Any]:
     return arrays | {"rest": [np.asarray(meta["key"]), np.asarray(meta["step"]), np.asarray(meta["data"]["next_step"])]}
 
 
+def assert_equal_runs(left: Path, right: Path) -> None:
+    """The same parameters, optimizer state, key and log, to the last bit."""
+    assert_same_bits(last_state(left), last_state(right))
+    assert untimed(left) == untimed(right)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Workplace:
     """One dataset for all tests."""
@@ -147,12 +154,7 @@ class TestResume:
         code, out, err = place.run("parts")
         assert code == 0, err
         assert "resuming at step" in out
-        self.assert_equal_runs(parts, whole)
-
-    def assert_equal_runs(self, left: Path, right: Path) -> None:
-        """The same parameters, optimizer state, key and log, to the last bit."""
-        assert_same_bits(last_state(left), last_state(right))
-        assert untimed(left) == untimed(right)
+        assert_equal_runs(parts, whole)
 
     def test_a_damaged_checkpoint_falls_back_to_the_one_before(self, place, whole):
         copy = place.folder / "damaged"
@@ -165,7 +167,7 @@ class TestResume:
         assert "resuming at step 90" in out
         assert "checkpoints/120 is damaged" in err
         assert len(err.splitlines()) == 1
-        self.assert_equal_runs(copy, whole)
+        assert_equal_runs(copy, whole)
 
     def test_a_changed_config_is_refused_with_what_changed(self, place, whole):
         before = {path: path.read_bytes() for path in whole.iterdir() if path.is_file()}
@@ -187,7 +189,88 @@ class TestResume:
         assert (whole / FILE).read_text().count("\n") == len(untimed(whole))
 
 
+class TestOwner:
+    def test_a_second_run_in_the_folder_is_refused_and_the_first_is_as_it_would_be(self, place, whole):
+        folder = place.folder / "twice"
+        process = place.start("twice")
+        wait_for(process, lambda: logged_steps(folder) >= 12)
+        process.send_signal(signal.SIGSTOP)  # alive, though it gives no sign of life
+        code, out, err = place.run("twice")
+        process.send_signal(signal.SIGCONT)
+        assert code == EXIT_IN_USE
+        assert out == ""
+        assert (
+            err
+            == f"error: {folder} is in use by process {process.pid} on {socket.gethostname()}, which is alive: "
+            + ("stop it, or take another run folder\n")
+        )
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+        assert_equal_runs(folder, whole)
+        assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in whole.iterdir())
+
+    def test_that_of_a_killed_run_is_taken_over(self, place, whole):
+        folder = place.folder / "killed"
+        with place.start("killed") as process:
+            wait_for(process, lambda: logged_steps(folder) >= 12)
+            process.kill()
+        code, _, err = place.run("killed")
+        assert code == 0, err
+        assert f"ended without releasing {folder}: taken over" in err
+        assert_equal_runs(folder, whole)
+
+
+class TestInterrupt:
+    def test_while_it_compiles_there_is_nothing_to_save(self, place):
+        process = place.start("compiling", "ModelConfig.num_layers = 3")
+        assert process.stdout.readline().startswith("starting: ")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 130
+        assert err == "\nSIGINT: stopping after the step in flight; a second one ends it now\n"
+        assert out == "stopped by SIGINT before the first step: nothing to save; the same command starts again\n"
+        left = {path.name for path in (place.folder / "compiling").iterdir()}
+        assert left == {"config.json", "config.gin", "metrics.jsonl", "checkpoints"}
+
+    def test_a_second_one_ends_it_in_one_line(self, place):
+        folder = place.folder / "again"
+        process = place.start("again", "TrainingConfig.steps = 100000")
+        wait_for(process, lambda: logged_steps(folder) >= 4)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == "\n"
+        assert process.stderr.readline() == "SIGINT: stopping after the step in flight; a second one ends it now\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 130
+        assert "Traceback" not in err
+
+
 class TestFailures:
+    def test_an_unexpected_error_has_a_traceback_and_a_code_of_its_own(self, place):
+        code = "import launch.train as program\n\ndef fails():\n    raise RuntimeError({!r})\n\n"
+        code += "program.run_training = fails\nprogram.define_flags()\nprogram.run(program.main)\n"
+
+        def ends(text: str) -> tuple[int, str]:
+            command = [sys.executable, "-c", code.format(text), f"--run_dir={place.folder / 'unexpected'}"]
+            result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            return result.returncode, result.stderr
+
+        found, err = ends("INTERNAL: of the runtime")
+        assert found == EXIT_UNEXPECTED
+        assert "RuntimeError: INTERNAL: of the runtime" in err
+        assert err.endswith("error: unexpected, see above; what was saved is as it was\n")
+        found, err = ends("RESOURCE_EXHAUSTED: of the runtime")
+        assert found == EXIT_REFUSED
+        assert err.startswith("error: out of memory (RESOURCE_EXHAUSTED: of the runtime): lower TrainingConfig.batch")
+        assert len(err.splitlines()) == 1
+
+    @pytest.mark.parametrize("path", ["tiny.gin", "tiny.gin/run", "/proc/run"])
+    def test_a_path_that_can_be_no_run_folder_is_refused(self, place, path):
+        code, _, err = place.run(path)
+        assert code == EXIT_REFUSED
+        assert "cannot be a run folder" in err
+        assert len(err.splitlines()) == 1
+
     def test_a_folder_that_lost_its_checkpoints_does_not_begin_again_unasked(self, place, whole):
         folder = place.folder / "lost"
         shutil.copytree(whole, folder)
@@ -253,7 +336,7 @@ class TestFailures:
 def test_exit_codes_are_those_of_the_table_that_launchers_follow():
     stopped = [EXIT_SIGNAL + number for number in (signal.SIGTERM, signal.SIGINT)]
     assert [EXIT_LOST, *stopped] == [exits.LOST, exits.PREEMPTED, exits.STOPPED]
-    for code in (EXIT_REFUSED, EXIT_DIVERGED, EXIT_NOT_SAVED):
+    for code in (EXIT_REFUSED, EXIT_DIVERGED, EXIT_NOT_SAVED, EXIT_IN_USE, EXIT_UNEXPECTED):
         assert exits.lookup(code).meaning != "not in the table"
 
 

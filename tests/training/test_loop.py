@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -14,10 +15,11 @@ import numpy as np
 import pytest
 
 from aamoe_jax.config import ConfigError, DataConfig
-from aamoe_jax.training.checkpoints import CheckpointStore
-from aamoe_jax.training.interrupt import Interrupt
+from aamoe_jax.training.checkpoints import CheckpointStore, read_meta, saved_steps
+from aamoe_jax.training.interrupt import Interrupt, StoppedEarly
 from aamoe_jax.training.loop import DivergedError, Recorder, Run, run_steps, train
 from aamoe_jax.training.metrics import MetricsLog, read_metrics
+from aamoe_jax.training.owner import Owner
 from aamoe_jax.training.profile import Profiler, ProfileWindow
 from aamoe_jax.training.progress import Progress
 from aamoe_jax.training.state import TrainState, place
@@ -54,13 +56,14 @@ def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interru
             super()._record(step, metrics)
 
     class NotedStore(CheckpointStore):
-        def save(self, state, config, datasets, loss):
+        def save(self, state, config, datasets, loss, **rest):
             events.append(("save", int(state.step)))
-            super().save(state, config, datasets, loss)
+            super().save(state, config, datasets, loss, **rest)
 
     state = TrainState(jnp.int32(0), {"w": jnp.ones(3)}, {"mu": jnp.ones(3)}, jax.random.key(0), jnp.zeros(0))
     with (
         Interrupt() as interrupt,
+        Owner(run_dir) as owner,
         NotedStore(run_dir / "checkpoints", keep_last=2) as store,
         MetricsLog(run_dir, resume_step=0, tensorboard="off") as log,
         Progress(0, config.training.steps) as progress,
@@ -77,6 +80,7 @@ def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interru
             store=store,
             recorder=NotedRecorder(config, log, progress, store, 0),
             profiler=profiler,
+            owner=owner,
             interrupt=interrupt,
             watchdog=watchdog,
         )
@@ -138,8 +142,35 @@ class TestSkipping:
         with outcome if ends else contextlib.nullcontext():
             stub_run(tmp_path, [], config=config, losses=dict.fromkeys(bad, float("nan")))
 
+    def test_they_remove_no_checkpoint_from_before(self, tmp_path):
+        """What is wrong may be in the parameters of the last finite step."""
+        config = replace(CONFIG, "training", nonfinite="skip", steps=24, eval_every=0, checkpoint_every=1)
+        with pytest.raises(DivergedError) as caught:
+            stub_run(tmp_path, [], config=config, losses=dict.fromkeys(range(6, 24), float("nan")))
+        assert saved_steps(tmp_path / "checkpoints")[:3] == [4, 5, 6]
+        assert f"the last good checkpoint is {tmp_path / 'checkpoints' / '5'}" in str(caught.value)
+        assert read_meta(tmp_path / "checkpoints" / "8")["skipped"] == 3
+
+    def test_older_ones_go_once_a_step_is_finite_again(self, tmp_path):
+        config = replace(CONFIG, "training", nonfinite="skip", steps=12, eval_every=0, checkpoint_every=1)
+        stub_run(tmp_path, [], config=config, losses=dict.fromkeys(range(4, 9), float("nan")))
+        assert saved_steps(tmp_path / "checkpoints") == [11, 12]
+
 
 class TestTrain:
+    def test_a_finished_run_is_not_compiled_again(self, tmp_path, monkeypatch):
+        config = experiment(tiny_data(tmp_path / "data"))
+        first = train(config, tmp_path / "run")
+        monkeypatch.setattr("aamoe_jax.training.loop.compile_step", None)
+        assert train(config, tmp_path / "run") == first
+
+    @pytest.mark.parametrize("address", ["gs://bucket/run", "s3://bucket/run", Path("gs://bucket/run")])
+    def test_a_bucket_is_refused(self, tmp_path, monkeypatch, address):
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ConfigError, match=r"run_dir = '(gs|s3):/.*': must be a path; mount the bucket"):
+            train(CONFIG, address)
+        assert list(tmp_path.iterdir()) == []
+
     def test_compiles_before_the_first_step_and_at_the_first_evaluation_only(self, tmp_path, monkeypatch):
         compilations, at_step = [], []
         poll = CheckpointStore.poll
@@ -190,6 +221,17 @@ class TestInterrupt:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         yield
         signal.signal(signal.SIGINT, before)
+
+    def test_before_the_first_step_it_ends_at_once(self):
+        with Interrupt() as interrupt:
+            assert interrupt.before_steps(lambda: 5) == 5
+            with pytest.raises(ZeroDivisionError):
+                interrupt.before_steps(lambda: 1 // 0)
+            ends = threading.Event()
+            threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
+            with pytest.raises(StoppedEarly, match="stopped by SIGTERM before the first step"):
+                interrupt.before_steps(ends.wait)
+            ends.set()
 
     def test_the_second_signal_does_what_it_always_did(self):
         with Interrupt() as interrupt:

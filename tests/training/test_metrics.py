@@ -38,6 +38,30 @@ class TestLog:
         write(tmp_path, [record | {"step": 2}], resume_step=1)
         assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
 
+    def test_lines_that_cannot_be_read_are_set_aside_wherever_they_are(self, tmp_path, capfd):
+        records = [{"kind": "train", "step": step, "loss": step / 10} for step in range(1, 7)]
+        write(tmp_path, records)
+        lines = (tmp_path / FILE).read_bytes().splitlines(keepends=True)
+        bad = [b'{"kind": "tr' + lines[1], b"\xff" + lines[2], b'{"step": 3}\n', b"[1]\n", b"7\n", b"\n"]
+        (tmp_path / FILE).write_bytes(lines[0] + b"".join(bad) + b"".join(lines[3:]))
+        assert read_metrics(tmp_path) == records[:1] + records[3:]
+        with MetricsLog(tmp_path, resume_step=4, tensorboard="off", expected=4) as log:
+            assert log.count == 4
+        assert read_metrics(tmp_path) == [records[0], records[3]]
+        assert (tmp_path / "metrics.damaged").read_bytes() == b"".join(bad)
+        warnings = capfd.readouterr().err.splitlines()
+        assert "6 lines cannot be read (line 2, 3, 4, 5, 6, ...); moved to metrics.damaged" in warnings[0]
+        assert "2 of 4 records up to step 4 are missing" in warnings[1]
+
+    def test_records_are_counted(self, tmp_path):
+        with MetricsLog(tmp_path, resume_step=0, tensorboard="off") as log:
+            for step in range(1, 4):
+                log.write({"kind": "train", "step": step})
+            log.sync()
+            assert log.count == 3
+        with MetricsLog(tmp_path, resume_step=2, tensorboard="off", expected=2) as log:
+            assert log.count == 2
+
     def test_starting_anew_starts_an_empty_file(self, tmp_path):
         write(tmp_path, [{"kind": "train", "step": 1}])
         write(tmp_path, [])
@@ -48,13 +72,17 @@ class TestLog:
             def write(self, data: bytes) -> None:
                 raise OSError(28, "No space left on device")
 
+            def fileno(self) -> int:
+                raise OSError(28, "No space left on device")
+
             def close(self) -> None: ...
 
         with MetricsLog(tmp_path, resume_step=0, tensorboard="off") as log:
             log._file.close()
             log._file = Full()
-            with pytest.raises(SaveError, match=r"metrics\.jsonl could not be written: No space left on device"):
-                log.write({"kind": "train", "step": 1})
+            for save in (lambda: log.write({"kind": "train", "step": 1}), log.sync):
+                with pytest.raises(SaveError, match=r"metrics\.jsonl could not be written: No space left on device"):
+                    save()
 
     def test_tensorboard(self, tmp_path):
         pytest.importorskip("tensorboardX")
