@@ -370,6 +370,8 @@ class TrainingConfig:
     checkpoint_every: int = 200
     keep_last: int = 2
     """Newest checkpoints kept, beside the one with the best validation loss."""
+    check_every: int = 0
+    """Steps between two that are computed twice, to find damaged devices, and slow ones; 0: never."""
     tensorboard: Literal["off", "on"] = "off"
     nonfinite: Literal["stop", "skip"] = "stop"
     """A step whose loss or gradient is not finite ends the run (`stop`), or leaves the state as it was (`skip`)."""
@@ -380,8 +382,9 @@ class TrainingConfig:
         )
         if self.batch_size % self.accumulate:
             refuse(self, "accumulate", f"must divide batch_size = {self.batch_size}")
-        if self.eval_every < 0:
-            refuse(self, "eval_every", "must be at least 0")
+        for name in ("eval_every", "check_every"):
+            if vars(self)[name] < 0:
+                refuse(self, name, "must be at least 0")
         require_choice(self, "tensorboard", ("off", "on"))
         require_choice(self, "nonfinite", ("stop", "skip"))
 

@@ -1,277 +1,419 @@
-"""A drill with real processes: a run is stopped, goes on as other processes on other meshes, and is compared.
+"""A drill with real processes: runs have bad days, drawn at random, and must end as a run without any.
 
-    python -m experiments.drill --steps=24 --output=experiments/results/drill
+    python -m experiments.drill --scenarios=100 --output=experiments/results/drill
 
-Runs `launch.train` on this machine, several processes as one run, CPU devices as accelerators: once unbroken, then
-once per layout in which a run goes on that SIGTERM stopped: a random process, at a random step. Writes OUTPUT.md.
+A scenario is a run that is started one to three times, each time on random processes and devices, and disturbed: by a
+signal, a kill, a freeze, a full disk, a file that cannot be read or is torn, or a second run in its folder. Then it is
+started once more and left alone. Its metrics and its last checkpoint must be those of a run that nothing disturbed,
+to the last bit where all of its meshes had as many devices. Writes OUTPUT.md; ends with 1 if a scenario failed.
 """
 
 from __future__ import annotations
 
+import collections
 import os
 import random
-import shlex
+import resource
+import shutil
 import signal
-import socket
-import subprocess
-import sys
+import statistics
 import tempfile
 import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
+import psutil
 from absl import flags
 
-from aamoe_jax.config import ExperimentConfig
-from aamoe_jax.data import ensure_prepared, training_batches
-from aamoe_jax.training.checkpoints import find_checkpoint, read_meta
-from aamoe_jax.training.metrics import read_metrics
+from aamoe_jax.data import ensure_prepared
+from aamoe_jax.training.checkpoints import FOLDER, find_checkpoint, read_meta, saved_steps
+from aamoe_jax.training.distributed import EXIT_LOST
+from aamoe_jax.training.metrics import FILE, read_metrics
+from aamoe_jax.training.metrics import TIMING_FIELDS as TIMED
 from experiments.binding import load_experiment
+from experiments.jobs import Job, Layout, last_step
 from experiments.program import command_line, plain_table, start
 
 FLAGS = flags.FLAGS
-PATIENCE_SECONDS = 1200
+
+EXIT_REFUSED, EXIT_NOT_SAVED, EXIT_IN_USE, EXIT_SIGNAL = 1, 4, 7, 128
+"""Exit codes of launch.train. A signal's number is added to the last."""
+UNBROKEN = Layout(1, 4)
+SAME_MESH = (Layout(1, 4), Layout(2, 2))
+OTHER_MESHES = (Layout(1, 1), Layout(2, 1), Layout(1, 2))
+OTHER_MESH_SHARE = 0.15
+"""Of the starts, so many are on another mesh."""
+TOLERANCE = 1e-5
+"""Largest relative difference of a loss where a mesh had another number of devices: sums are in another order."""
+LEFT = {"config.gin", "config.json", "attempts.jsonl", FILE, FOLDER, "metrics.damaged"}
+"""All that may lie in the folder of a run that has ended, beside `stacks.*.txt`."""
 
 
-class Layout(NamedTuple):
-    """So many processes with so many devices each."""
-
-    processes: int
-    devices: int
-
-    def __str__(self) -> str:
-        return f"{self.processes} x {self.devices}"
+class FailedError(AssertionError):
+    """Something was lost, or ended in another way than it should."""
 
 
-UNBROKEN = Layout(2, 2)
-RESTARTS = (Layout(4, 1), Layout(4, 2), Layout(1, 1))
+class Scene(NamedTuple):
+    """What a disturbance works on."""
+
+    run_dir: Path
+    arguments: Sequence[str]
+    layout: Layout
+    steps: int
+    chance: random.Random
+
+    def job(self) -> Job:
+        """Starts the run."""
+        return Job(self.run_dir, self.arguments, self.layout)
 
 
-class Job:
-    """`launch.train` as several processes of one run, on this machine."""
+class Disturbed(NamedTuple):
+    """How a start of a run ended that was disturbed."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        arguments: Sequence[str],
-        layout: Layout,
-        *,
-        host: str = "127.0.0.1",
-        wrap: Callable[[int], Sequence[str]] = lambda index: (),
-        environment: Mapping[str, str] | None = None,
-    ):
-        """Starts it.
-
-        Args:
-          arguments: flags of `launch.train`, without its run folder.
-          host: where process 0 listens.
-          wrap: what to put before the command of a process, by index, such as `ip netns exec NAME`.
-        """
-        self._logs = tempfile.TemporaryDirectory(prefix="job.")
-        address = f"{host}:{free_port()}"
-        flags_of_xla = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={layout.devices}"
-        variables = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags_of_xla, **(environment or {})}
-        self.processes = []
-        for index in range(layout.processes):
-            command = [*wrap(index), sys.executable, "-m", "launch.train", "--run_dir", str(run_dir), *arguments]
-            command.append(f"--distributed={address},{layout.processes},{index}")
-            with self._log(index).open("w") as log:
-                self.processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=variables))
-
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        self._logs.cleanup()
-
-    def _log(self, index: int) -> Path:
-        return Path(self._logs.name) / str(index)
-
-    def output(self, index: int) -> str:
-        """What a process has printed so far."""
-        return self._log(index).read_text(errors="replace")
-
-    def outputs(self) -> str:
-        """What all have printed, for a person who looks for what went wrong."""
-        return "\n".join(f"-- process {index}\n{self.output(index)}" for index in range(len(self.processes)))
-
-    def wait(self, seconds: float = PATIENCE_SECONDS, but: Sequence[int] = ()) -> list[int]:
-        """Exit codes of all processes but some.
-
-        Raises:
-          TimeoutError: with what they printed, when they take longer.
-        """
-        deadline = time.monotonic() + seconds
-        waited_for = [process for index, process in enumerate(self.processes) if index not in but]
-        try:
-            return [process.wait(max(deadline - time.monotonic(), 0)) for process in waited_for]
-        except subprocess.TimeoutExpired as error:
-            raise TimeoutError(f"the processes have not ended in {seconds} s:\n{self.outputs()}") from error
-
-    def wait_for_step(self, run_dir: Path, step: int, seconds: float = PATIENCE_SECONDS) -> None:
-        """Until a step is in the log of the run.
-
-        Raises:
-          TimeoutError: with what they printed, when it takes longer, or when a process ended before.
-        """
-        deadline = time.monotonic() + seconds
-        while last_step(run_dir) < step:
-            if time.monotonic() > deadline or any(process.poll() is not None for process in self.processes):
-                raise TimeoutError(f"step {step} was not reached:\n{self.outputs()}")
-            time.sleep(0.02)
+    what: str
+    seconds: float | None = None
+    """From the disturbance to the end of all processes, where it was to end them."""
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+def signalled(scene: Scene, number: signal.Signals) -> Disturbed:
+    """A signal to one process at a random moment: all stop after the same step, or had finished."""
+    with scene.job() as job:
+        moment = _await_moment(scene, job)
+        victim, began = scene.chance.randrange(scene.layout.processes), time.monotonic()
+        job.processes[victim].send_signal(number)
+        codes = job.wait(300)
+        # Before Python has taken over, and after it has let go, a signal does what it does to any process.
+        allowed = {EXIT_SIGNAL + number, -number, 0}
+        _require(set(codes) <= allowed and (len(set(codes)) == 1), f"exit codes {codes}", job)
+        return Disturbed(f"{number.name} {moment}", time.monotonic() - began)
 
 
-def last_step(run_dir: Path) -> int:
-    """The last step in the log of a run that may be writing it."""
-    return max((record["step"] for record in read_metrics(run_dir)), default=0)
+def killed(scene: Scene) -> Disturbed:
+    """One process is gone at once; the others notice."""
+    with scene.job() as job:
+        moment = _await_moment(scene, job)
+        victim, began = scene.chance.randrange(scene.layout.processes), time.monotonic()
+        job.processes[victim].kill()
+        codes = job.wait(300)
+        survivors = {code for index, code in enumerate(codes) if index != victim}
+        _require(survivors <= {EXIT_LOST, 0}, f"exit codes {codes}", job)
+        return Disturbed(f"KILL {moment}", time.monotonic() - began)
 
 
-class Broken(NamedTuple):
-    """How a run that was stopped and went on compares with the unbroken one."""
-
-    restart: Layout
-    victim: int
-    wanted: int
-    """The step in the log when the signal was sent."""
-    stopped: int
-    """The step after which all stopped."""
-    loss: float
-    """Largest relative difference of a training loss."""
-    validation: float
-    bits: str
-    """Whether the last checkpoints are equal."""
+def frozen(scene: Scene) -> Disturbed:
+    """One process stands still for a moment: the run goes on."""
+    with scene.job() as job:
+        moment = _await_moment(scene, job)
+        victim = job.processes[scene.chance.randrange(scene.layout.processes)]
+        victim.send_signal(signal.SIGSTOP)
+        time.sleep(scene.chance.uniform(0.5, 4.0))
+        victim.send_signal(signal.SIGCONT)
+        codes = job.wait(300)
+        _require(set(codes) == {0}, f"exit codes {codes}", job)
+        return Disturbed(f"frozen {moment}")
 
 
-def compare(broken: Path, unbroken: Path) -> tuple[float, float, str]:
-    """Largest relative difference of training and of validation losses, and whether the last states are equal."""
-    left, right = (
-        {(record["kind"], record["step"]): record["loss"] for record in read_metrics(run)} for run in (broken, unbroken)
-    )
-    if left.keys() != right.keys():
-        raise AssertionError(f"{broken} has records of other steps than {unbroken}")
-    off = {key: abs(left[key] / right[key] - 1) for key in right}
-    worst = {kind: max(off[key] for key in off if key[0] == kind) for kind in ("train", "validation")}
-    one, other = (read_meta(find_checkpoint(run))["fingerprints"] for run in (broken, unbroken))
-    equal = sum(one[name] == number for name, number in other.items())
-    bits = "equal" if equal == len(other) else f"{len(other) - equal} of {len(other)} arrays differ"
-    return worst["train"], worst["validation"], bits
+def full(scene: Scene) -> Disturbed:
+    """The disk of one process is full: no file grows beyond a few bytes."""
+    with scene.job() as job:
+        moment = _await_moment(scene, job)
+        victim, began = scene.chance.randrange(scene.layout.processes), time.monotonic()
+        limit = scene.chance.randrange(1000, 60_000)
+        if job.processes[victim].poll() is None:
+            resource.prlimit(job.processes[victim].pid, resource.RLIMIT_FSIZE, (limit, limit))
+        codes = job.wait(300)
+        _require(set(codes) <= {EXIT_NOT_SAVED, EXIT_LOST, 0}, f"exit codes {codes}", job)
+        return Disturbed(f"disk full {moment}", time.monotonic() - began if any(codes) else None)
 
 
-def drill(work_dir: Path, arguments: Sequence[str], config: ExperimentConfig, chance: random.Random) -> list[Broken]:
-    """All runs, one after the other."""
-    unbroken = work_dir / "unbroken"
-    run(Job(unbroken, arguments, UNBROKEN), [0] * UNBROKEN.processes)
-    results = []
-    for number, restart in enumerate(RESTARTS):
-        run_dir = work_dir / f"broken_{number}"
-        victim, wanted = chance.randrange(UNBROKEN.processes), chance.randrange(3, config.training.steps - 6)
-        with Job(run_dir, arguments, UNBROKEN) as job:
-            job.wait_for_step(run_dir, wanted)
-            job.processes[victim].send_signal(signal.SIGTERM)
-            require(job, [128 + signal.SIGTERM] * UNBROKEN.processes)
-        stopped = read_meta(find_checkpoint(run_dir))["step"]
-        run(Job(run_dir, arguments, restart), [0] * restart.processes)
-        results.append(Broken(restart, victim, wanted, stopped, *compare(run_dir, unbroken)))
-        print(results[-1], flush=True)
-    return results
+def second_run(scene: Scene) -> Disturbed:
+    """Another run in the folder is refused; the first goes on."""
+    with scene.job() as job:
+        job.wait_for_output("starting", "resuming")
+        codes = [0]
+        if job.processes[0].poll() is None:
+            with scene.job() as second:
+                codes = second.wait(300)
+                refused = set(codes) == {EXIT_IN_USE}
+                _require(refused or job.processes[0].poll() is not None, f"the second run ended with {codes}", second)
+        first = job.wait(300)
+        _require(set(first) == {0}, f"beside a second run, the first ended with {first}", job)
+        return Disturbed("second run")
 
 
-def run(job: Job, codes: list[int]) -> None:
-    """Waits for a job that is to end with these exit codes."""
-    with job:
-        require(job, codes)
+def unreadable(scene: Scene) -> Disturbed:
+    """A file of the newest checkpoint cannot be read: the run ends, nothing is changed, and the file comes back."""
+    file = scene.chance.choice(_files(scene))
+    kept = file.with_name(f"{file.name}.kept")
+    before = sorted(path.name for path in (scene.run_dir / FOLDER).iterdir())
+    file.rename(kept)
+    file.symlink_to("/proc/self/mem")  # whose first page is nobody's: EIO
+    try:
+        with scene.job() as job:
+            codes = job.wait(300)
+            _require(set(codes) == {EXIT_NOT_SAVED}, f"a checkpoint with EIO ended with {codes}", job)
+            after = sorted(path.name for path in (scene.run_dir / FOLDER).iterdir())
+            _require(before == after, f"a failed read changed {before} to {after}", job)
+    finally:
+        file.unlink()
+        kept.rename(file)
+    return Disturbed("EIO")
 
 
-def require(job: Job, codes: list[int]) -> None:
-    """Raises an AssertionError with what the processes printed, unless they end with these exit codes."""
-    found = job.wait()
-    if found != codes:
-        raise AssertionError(f"exit codes {found}, wanted {codes}:\n{job.outputs()}")
+def torn_checkpoint(scene: Scene) -> Disturbed:
+    """A file of the newest checkpoint is cut off: the one before is taken, or, where there is none, the run refused."""
+    file, steps = scene.chance.choice(_files(scene)), saved_steps(scene.run_dir / FOLDER)
+    held = file.read_bytes()
+    file.write_bytes(held[: scene.chance.randrange(len(held))])
+    with scene.job() as job:
+        codes = job.wait(300)
+        if len(steps) > 1:
+            _require(set(codes) == {0}, f"a torn checkpoint ended with {codes}", job)
+            return Disturbed("torn checkpoint")
+        _require(set(codes) == {EXIT_REFUSED}, f"the only checkpoint, torn, ended with {codes}", job)
+        _require(saved_steps(scene.run_dir / FOLDER) == steps, "the only checkpoint was renamed", job)
+    file.write_bytes(held)
+    return Disturbed("only checkpoint torn")
 
 
-def data_digest(config: ExperimentConfig, shards: int) -> int:
-    """CRC of all rows of all steps, loaded in so many shards."""
-    training, digest = config.training, 0
-    parts = [
-        training_batches(
-            config.data, batch_size=training.batch_size, seed=training.seed, shard_index=index, shard_count=shards
-        )
-        for index in range(shards)
-    ]
-    for step in range(training.steps):
-        batches = [part[step] for part in parts]
-        for name in batches[0]:
-            digest = zlib.crc32(np.concatenate([batch[name] for batch in batches]).tobytes(), digest)
-    return digest
+def torn_metrics(scene: Scene) -> Disturbed:
+    """Some bytes in the middle of the metrics are overwritten."""
+    path = scene.run_dir / FILE
+    held = bytearray(path.read_bytes())
+    at = scene.chance.randrange(max(len(held) - 40, 1))
+    held[at : at + 40] = b"\xff" * len(held[at : at + 40])
+    path.write_bytes(held)
+    with scene.job() as job:
+        codes = job.wait(300)
+        _require(set(codes) == {0}, f"torn metrics ended with {codes}", job)
+        _require("cannot be read" in job.output(0), "nothing was said of torn metrics", job)
+    return Disturbed("torn metrics")
 
 
-def report(command: str, config: ExperimentConfig, results: Sequence[Broken]) -> str:
-    """The log of the drill as markdown."""
-    training = config.training
-    digests = {shards: data_digest(config, shards) for shards in (1, 2, 4)}
-    sums = ", ".join(f"{digest:08x} in {shards} shards" for shards, digest in digests.items())
-    heads = ["went on as", "mesh", "SIGTERM to process", "sent after step", "stopped after", "training loss"]
+ANYTIME: dict[str, Callable[[Scene], Disturbed]] = {
+    "TERM": lambda scene: signalled(scene, signal.SIGTERM),
+    "INT": lambda scene: signalled(scene, signal.SIGINT),
+    "KILL": killed,
+    "frozen": frozen,
+    "full": full,
+    "second run": second_run,
+}
+WITH_CHECKPOINT = {"EIO": unreadable, "torn checkpoint": torn_checkpoint, "torn metrics": torn_metrics}
+"""These need something to tear."""
+
+
+class Outcome(NamedTuple):
+    """What became of a scenario."""
+
+    starts: str
+    stops: list[float]
+    verdict: str
+    """Begins with `equal`, `explained` or `FAILED`."""
+    detail: str = ""
+
+
+def play(
+    run_dir: Path,
+    unbroken: Path,
+    arguments: Sequence[str],
+    steps: int,
+    chance: random.Random,
+    most_starts: int,
+) -> Outcome:
+    """One scenario."""
+    said, stops, meshes = [], [], set()
+    lost: set[tuple[str, int]] = set()
+    try:
+        for _ in range(chance.randint(1, most_starts)):
+            others = chance.random() < OTHER_MESH_SHARE
+            scene = Scene(run_dir, arguments, chance.choice(OTHER_MESHES if others else SAME_MESH), steps, chance)
+            able = ANYTIME | (WITH_CHECKPOINT if saved_steps(run_dir / FOLDER) else {})
+            name, before = chance.choice(sorted(able)), _keys(run_dir)
+            said.append(f"{name} on {scene.layout}")
+            disturbed = able[name](scene)
+            said[-1] = f"{disturbed.what} on {scene.layout}"
+            stops += [] if disturbed.seconds is None else [disturbed.seconds]
+            meshes.add(scene.layout.processes * scene.layout.devices)
+            lost |= before - _keys(run_dir) if name == "torn metrics" else set()
+            _require_no_orphan(run_dir)
+        scene = Scene(run_dir, arguments, chance.choice(SAME_MESH), steps, chance)
+        with scene.job() as job:
+            codes = job.wait(300)
+            _require(set(codes) == {0}, f"undisturbed, it ended with {codes}", job)
+        _require_no_orphan(run_dir)
+        verdict = compare(run_dir, unbroken, lost, same_mesh=meshes <= {UNBROKEN.processes * UNBROKEN.devices})
+    except (FailedError, TimeoutError) as error:
+        first, _, rest = str(error).partition("\n")
+        return Outcome("; ".join(said), stops, f"FAILED: {first}", rest)
+    return Outcome("; ".join(said), stops, verdict)
+
+
+def compare(run_dir: Path, unbroken: Path, lost: set[tuple[str, int]], *, same_mesh: bool) -> str:
+    """The verdict over a run that has finished.
+
+    Args:
+      lost: records that a disturbance destroyed: they cannot be made again.
+
+    Raises:
+      FailedError: it differs from the unbroken run in what it should not.
+    """
+    left = {path.name for path in run_dir.iterdir() if not path.match("stacks.*.txt")}
+    litter = (left - LEFT) | {path.name for path in (run_dir / FOLDER).glob("*tmp*")}
+    if litter:
+        raise FailedError(f"left behind: {', '.join(sorted(litter))}")
+    one, other = ([_untimed(record) for record in read_metrics(run)] for run in (run_dir, unbroken))
+    keys = [(record["kind"], record["step"]) for record in one]
+    if doubled := [key for key, times in collections.Counter(keys).items() if times > 1]:
+        raise FailedError(f"records twice: {doubled}")
+    expected = [record for record in other if (record["kind"], record["step"]) not in lost]
+    if keys != [(record["kind"], record["step"]) for record in expected]:
+        raise FailedError(f"records are missing, or too many: {set(keys) ^ {(r['kind'], r['step']) for r in expected}}")
+    torn = f"explained: {len(lost)} records destroyed" if lost else ""
+    saved = [read_meta(find_checkpoint(run))["fingerprints"] for run in (run_dir, unbroken)]
+    if same_mesh:
+        if one != expected or saved[0] != saved[1]:
+            raise FailedError("metrics or the last checkpoint differ in bits")
+        return torn or "equal"
+    worst = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(one, expected, strict=True))
+    if worst > TOLERANCE:
+        raise FailedError(f"on another mesh losses differ by {worst:.1e}")
+    return f"{torn}, other mesh" if torn else f"explained: other mesh, losses within {worst:.0e}"
+
+
+def _untimed(record: dict) -> dict:
+    return {name: value for name, value in record.items() if name not in TIMED}
+
+
+def _keys(run_dir: Path) -> set[tuple[str, int]]:
+    return {(record["kind"], record["step"]) for record in read_metrics(run_dir)}
+
+
+def _files(scene: Scene) -> list[Path]:
+    """Files of the newest checkpoint that hold what was saved."""
+    directory = find_checkpoint(scene.run_dir)
+    found = [directory / "meta" / "metadata", *directory.glob("params/d/*"), *directory.glob("optimizer/d/*")]
+    return sorted(path for path in found if path.stat().st_size)
+
+
+def _await_moment(scene: Scene, job: Job) -> str:
+    """Waits for a random moment in the life of a run, or its end; says which."""
+    if scene.layout.processes > 1:  # before they have met, processes wait long for one that is gone
+        job.wait_for_output("starting", "resuming")
+    kind = scene.chance.choice(("soon", "step", "step", "save"))
+    began = time.monotonic()
+    if kind == "soon":
+        time.sleep(scene.chance.uniform(0.0, 8.0 if scene.layout.processes == 1 else 2.0))
+        return f"{time.monotonic() - began:.1f} s after its start"
+    wanted = last_step(scene.run_dir) + scene.chance.randrange(1, max(scene.steps - last_step(scene.run_dir), 2))
+    while all(process.poll() is None for process in job.processes):
+        if kind == "step" and last_step(scene.run_dir) >= wanted:
+            return f"at step {wanted}"
+        if kind == "save" and any((scene.run_dir / FOLDER).glob("*tmp*")):
+            return "while it saves"
+        time.sleep(0.02)
+    return "after its end"
+
+
+def _require(condition: bool, complaint: str, job: Job) -> None:
+    if not condition:
+        raise FailedError(f"{complaint}\n{job.outputs()}")
+
+
+def _require_no_orphan(run_dir: Path) -> None:
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        if str(run_dir) in (process.info["cmdline"] or []):
+            raise FailedError(f"process {process.pid} is left")
+
+
+def report(command: str, outcomes: Sequence[Outcome], seed: int) -> str:
+    """The log of the drill as Markdown."""
+    verdicts = collections.Counter(outcome.verdict.split(":")[0] for outcome in outcomes)
+    stops = [seconds for outcome in outcomes for seconds in outcome.stops] or [0.0]
     rows = [
-        [one.restart, one.restart.processes * one.restart.devices, *one[1:4], *(f"{x:.1e}" for x in one[4:6]), one.bits]
-        for one in results
+        [number, outcome.starts, " ".join(f"{seconds:.1f}" for seconds in outcome.stops), outcome.verdict]
+        for number, outcome in enumerate(outcomes, seed)
     ]
     parts = [
-        "# Stopped, and gone on with as other processes",
+        "# Runs that have bad days",
         f"    {command}",
-        f"{training.steps} steps of {training.batch_size} x {config.data.seq_len} tokens, d = {config.model.d_model}, "
-        f"{config.model.num_layers} layers, {', '.join(config.model.pattern)}, on CPU devices: processes x devices of "
-        f"each, and the mesh (fsdp) is their product. The unbroken run is {UNBROKEN}; so is the first part of every "
-        "other, which SIGTERM to one process stops at a random step. All processes ended with exit code 143 after the "
-        "same step, and one checkpoint. Differences are the largest of all steps, relative to the loss of the unbroken "
-        "run; states are the last checkpoint's.",
-        plain_table([*heads, "validation loss", "parameters and optimizer"], "lrrrrrrl", rows),
-        f"The rows of all steps, by their CRC: {sums}.",
+        f"{len(outcomes)} scenarios: " + ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())),
+        "Each line is a run that was started and disturbed as it says, on processes x devices of each, and then "
+        f"started once more and left to finish. The unbroken run is {UNBROKEN}. Equal: its metrics but for times, its "
+        "parameters and the state of its optimizer are those of the unbroken run to the last bit, no metric is there "
+        "twice or missing, no process is left, and no file but those of a run. Stopped after: seconds from the "
+        f"disturbance to the end of the last process, {statistics.median(stops):.1f} in the median, {max(stops):.1f} "
+        "at most (a process that is lost is noticed after 20 s).",
+        plain_table(["seed", "disturbed by", "stopped after, s", "verdict"], "rlrl", rows),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def drill(
+    work_dir: Path,
+    arguments: Sequence[str],
+    steps: int,
+    seeds: Sequence[int],
+    *,
+    at_once: int = 1,
+    most_starts: int = 3,
+    told: Callable[[str], None] = print,
+) -> list[Outcome]:
+    """The unbroken run, then all scenarios, each with a seed of its own, and `at_once` of them side by side."""
+    unbroken = work_dir / "unbroken"
+    with Job(unbroken, arguments, UNBROKEN) as job:
+        _require(set(job.wait(300)) == {0}, "the unbroken run failed", job)
+
+    def one(seed: int) -> Outcome:
+        run_dir = work_dir / f"scenario_{seed}"
+        outcome = play(run_dir, unbroken, arguments, steps, random.Random(seed), most_starts)
+        told(f"{seed}: {outcome.starts}: {outcome.verdict}\n{outcome.detail}".rstrip())
+        shutil.rmtree(run_dir, ignore_errors=True)
+        return outcome
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(one, seeds))
 
 
 def define_flags() -> None:
     """The flags of this program."""
     flags.DEFINE_string("gin_file", "quickstart.gin", "The experiment.")
     flags.DEFINE_multi_string("gin_param", [], "One more binding; repeat it.")
-    flags.DEFINE_integer("steps", 40, "Steps of every run.")
-    flags.DEFINE_integer("seed", 0, "Of when a run is stopped, and on which process.")
+    flags.DEFINE_integer("steps", 24, "Steps of every run.", lower_bound=8)
+    flags.DEFINE_integer("scenarios", 100, "How many runs are disturbed.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Of the first scenario; those after it have the next ones.")
+    flags.DEFINE_integer("at_once", 1, "Scenarios side by side.", lower_bound=1)
     flags.DEFINE_string("output", None, "Path of the log, without its .md.", required=True)
 
 
-def main() -> None:
+def main() -> int:
+    every = FLAGS.steps // 4
     params = [
         "TrainingConfig.log_every = 1",
-        *(f"TrainingConfig.{field} = {FLAGS.steps // 4}" for field in ("eval_every", "checkpoint_every")),
+        *(f"TrainingConfig.{field} = {every}" for field in ("eval_every", "checkpoint_every")),
         f"TrainingConfig.steps = {FLAGS.steps}",
         "TrainingConfig.batch_size = 8",
         *FLAGS.gin_param,
     ]
-    config = load_experiment([FLAGS.gin_file], params)
-    ensure_prepared(config.data)
+    ensure_prepared(load_experiment([FLAGS.gin_file], params).data)
     arguments = [f"--gin_file={FLAGS.gin_file}", *(f"--gin_param={param}" for param in params)]
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    seeds = range(FLAGS.seed, FLAGS.seed + FLAGS.scenarios)
     with tempfile.TemporaryDirectory(prefix="drill.") as folder:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(folder) / "cache"))  # a layout is compiled once
-        results = drill(Path(folder), arguments, config, random.Random(FLAGS.seed))
-    quickly = f"{shlex.join([f'XLA_FLAGS={found}'])} " if (found := os.environ.get("XLA_FLAGS")) else ""
+        outcomes = drill(
+            Path(folder),
+            arguments,
+            FLAGS.steps,
+            seeds,
+            at_once=FLAGS.at_once,
+            told=lambda text: print(text, flush=True),
+        )
     path = Path(f"{FLAGS.output}.md")
-    path.write_text(report(quickly + command_line("experiments.drill"), config, results), encoding="utf-8")
+    path.write_text(report(command_line("experiments.drill"), outcomes, FLAGS.seed), encoding="utf-8")
     print(path)
+    return int(any(outcome.verdict.startswith("FAILED") for outcome in outcomes))
 
 
 if __name__ == "__main__":

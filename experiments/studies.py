@@ -4,7 +4,8 @@
         --output=experiments/results/hybrids
 
 Every variant of a study trains for the same steps on the same data, once per seed, and is evaluated on held-out text
-under causal budgets. A claim holds where it holds of the means over seeds; the table says so for each, and by how much.
+under causal budgets. A claim holds where it holds of the means over seeds and of the interval over documents; the table
+says so for each, and by how much.
 A run lies in WORK_DIR/STUDY/VARIANT-SEED: after an interruption the same command does what is left. Writes OUTPUT.json
 and OUTPUT.md.
 """
@@ -363,7 +364,8 @@ def _judged(claim: Claim, less: Sequence[Result], more: Sequence[Result]) -> lis
     seeds = " ".join(f"{figure([b], claim.figure) - figure([a], claim.figure):+.4f}" for a, b in pairs)
     interval = over_documents(less, more) if claim.figure == "bits_per_byte" else None
     within = f"{interval[0]:+.4f} to {interval[1]:+.4f}" if interval else "-"
-    verdict = "holds" if difference > 0 else "does not hold"
+    undecided = interval is not None and interval[0] <= 0 <= interval[1]
+    verdict = "undecided" if undecided else "holds" if difference > 0 else "does not hold"
     return [*claim, f"{difference:+.4f}", seeds, within, verdict]
 
 

@@ -24,6 +24,7 @@ PROGRAMS = {
     "choose": "launch.choose",
     "inspect": "launch.inspect",
     "draw": "launch.draw",
+    "goodput": "launch.goodput",
     "neurons": "launch.neurons",
     "config": "launch.config",
     "match": "launch.match",

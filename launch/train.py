@@ -18,8 +18,8 @@ on with any number of processes and on any mesh.
 
 Exit codes: 0 finished; 1 the config, the data, the memory or a checkpoint does not fit; 3 the loss is not finite; 4 a
 checkpoint could not be read or written, or a metric not written; 5 another process is lost, or a step hung; 7 another
-run uses the run folder; 70 an unexpected error, with a traceback; 143 stopped by SIGTERM and 130 by SIGINT: the same
-command goes on.
+run uses the run folder; 8 a step gave different bits when it was computed again; 70 an unexpected error, with a
+traceback; 143 stopped by SIGTERM and 130 by SIGINT: the same command goes on.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ from pathlib import Path
 from absl import flags
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
+from aamoe_jax.files import SaveError
 from aamoe_jax.training import distributed
-from aamoe_jax.training.checkpoints import InUseError, SaveError, UnreadableCheckpointError
+from aamoe_jax.training.checkpoints import InUseError, UnreadableCheckpointError
+from aamoe_jax.training.device_check import WrongBitsError
+from aamoe_jax.training.goodput import Stopwatch, goodput
 from aamoe_jax.training.interrupt import StoppedEarly
 from aamoe_jax.training.loop import DivergedError, Result, train
 from aamoe_jax.training.metrics import read_metrics
@@ -45,10 +48,12 @@ EXIT_REFUSED = 1
 EXIT_DIVERGED = 3
 EXIT_NOT_SAVED = 4
 EXIT_IN_USE = 7
+EXIT_WRONG_BITS = 8
 EXIT_UNEXPECTED = 70
 """EX_SOFTWARE of sysexits.h. Python's own code for an exception is 1, which here is a refusal."""
 EXITS = {
     DivergedError: EXIT_DIVERGED,
+    WrongBitsError: EXIT_WRONG_BITS,
     InUseError: EXIT_IN_USE,
     SaveError: EXIT_NOT_SAVED,
     UnreadableCheckpointError: EXIT_NOT_SAVED,
@@ -92,7 +97,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("ended by SIGINT; the same command goes on from the newest checkpoint", file=sys.stderr)
         distributed.leave_at_once(EXIT_SIGNAL + signal.SIGINT)
-    except (DivergedError, ConfigError) as error:
+    except (DivergedError, WrongBitsError, ConfigError) as error:
         print(f"error: {distributed.this_process()}{error}", file=sys.stderr)
         code = next(code for kind, code in EXITS.items() if isinstance(error, kind))
     except Exception as error:
@@ -129,6 +134,7 @@ def run_training() -> int:
         profile=profile,
         notes={"config.gin": operative_gin(config)},
         allow_restart=flags.FLAGS.allow_restart,
+        stopwatch=Stopwatch(whole_process=True),
     )
     if result.interrupted is not None:
         if distributed.is_first():
@@ -140,12 +146,12 @@ def run_training() -> int:
 
 
 def summary(config: ExperimentConfig, run_dir: Path, result: Result) -> str:
-    """The run in one line."""
+    """The run in two lines."""
     trained = [record for record in read_metrics(run_dir) if record["kind"] == "train"]
     parts = [f"{result.step} steps, {trained[-1]['tokens']:,} tokens", f"loss {trained[-1]['loss']:.4f}"]
     if result.validation_loss is not None:
         parts.append(f"validation loss {result.validation_loss:.4f}")
-    return f"done: {', '.join(parts)}; {run_dir}"
+    return f"{goodput(run_dir)}\ndone: {', '.join(parts)}; {run_dir}"
 
 
 if __name__ == "__main__":

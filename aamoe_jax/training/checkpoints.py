@@ -42,6 +42,7 @@ from jaxtyping import Array, Shaped, UInt32
 
 from aamoe_jax.config import ConfigError, ExperimentConfig, from_dict, to_dict
 from aamoe_jax.extensions import import_again, imported
+from aamoe_jax.files import SaveError
 from aamoe_jax.training import distributed
 from aamoe_jax.training.state import Placement, TrainState, abstract_params
 
@@ -67,10 +68,6 @@ class CorruptCheckpointError(CheckpointError):
 
 class UnreadableCheckpointError(CheckpointError):
     """A checkpoint that could not be read this time: storage or memory failed, and it may be intact."""
-
-
-class SaveError(CheckpointError):
-    """A part of the run that could not be written."""
 
 
 class InUseError(ConfigError):
@@ -354,6 +351,11 @@ def unanimous(read: Callable[[], Read]) -> Read:
     if complaints:
         raise own or ConfigError(complaints[0][1])
     return result
+
+
+def state_fingerprints(state: TrainState) -> dict[str, int]:
+    """One number per array of the parameters and of the optimizer's state, by path."""
+    return fingerprints(_trees(state))
 
 
 def fingerprints(trees: dict[str, Any]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from aamoe_jax.data import evaluation_batches
 from aamoe_jax.data.batches import Batch
 from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.training import distributed
+from aamoe_jax.training.goodput import Stopwatch
 from aamoe_jax.training.metrics import Record, loss_fields
 from aamoe_jax.training.state import Placement
 from aamoe_jax.training.step import make_eval_step
@@ -28,8 +29,14 @@ class Validation:
     """Evaluates parameters on the validation splits of the mixture."""
 
     def __init__(
-        self, config: ExperimentConfig, graphdef: nnx.GraphDef, byte_lengths: Int[np.ndarray, "V"], placement: Placement
+        self,
+        config: ExperimentConfig,
+        graphdef: nnx.GraphDef,
+        byte_lengths: Int[np.ndarray, "V"],
+        placement: Placement,
+        stopwatch: Stopwatch,
     ):
+        self._stopwatch = stopwatch
         trained = config.model.aamoe.budget.normalizer
         budgets = dict.fromkeys((CAUSAL[trained], trained) if config.model.layers_of("aamoe") else (CAUSAL[trained],))
         self._steps = [jax.jit(make_eval_step(graphdef, budget, byte_lengths, placement)) for budget in budgets]
@@ -50,8 +57,9 @@ class Validation:
         """A record per dataset, and the loss that ranks checkpoints: their mean under the weights of the mixture."""
         if not self._compiled:
             batch = self._placement.put(next(iter(self._batches.values()))[0], self._rows)
-            self._compiled = [eval_step.lower(params, batch).compile() for eval_step in self._steps]
-            distributed.wait_for_all("compiled")
+            with self._stopwatch.during("compile"):
+                self._compiled = [eval_step.lower(params, batch).compile() for eval_step in self._steps]
+                distributed.wait_for_all("compiled")
         records: list[Record] = []
         for name, batches in self._batches.items():
             causal, *row = (self._sums(params, batches, eval_step) for eval_step in self._compiled)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,9 @@ from aamoe_jax.data.batches import Batch
 from aamoe_jax.files import write_whole
 from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import FOLDER, CheckpointStore, Meta, unanimous
+from aamoe_jax.training.device_check import Speed, speeds, step_twice, stragglers
 from aamoe_jax.training.evaluation import Validation
+from aamoe_jax.training.goodput import Attempts, Stopwatch
 from aamoe_jax.training.interrupt import Agreement, Interrupt
 from aamoe_jax.training.metrics import Clock, MetricsLog, Record, train_record
 from aamoe_jax.training.optimizer import build_optimizer
@@ -67,6 +70,8 @@ class Run:
     store: CheckpointStore
     recorder: Recorder
     profiler: Profiler
+    stopwatch: Stopwatch
+    attempts: Attempts
     owner: Owner
     interrupt: Interrupt
     watchdog: Watchdog
@@ -79,6 +84,7 @@ def train(
     profile: ProfileWindow | None = None,
     notes: Mapping[str, str] | None = None,
     allow_restart: bool = False,
+    stopwatch: Stopwatch | None = None,
 ) -> Result:
     """Trains a model, or resumes the run in `run_dir`, up to the last step or the first SIGTERM or SIGINT.
 
@@ -91,6 +97,7 @@ def train(
       profile: the steps to trace with the JAX profiler, into `run_dir`.
       notes: texts to put into the run folder beside config.json, by file name.
       allow_restart: begins at step 0 in a folder whose checkpoints were lost, where that is otherwise refused.
+      stopwatch: running since the program began; None: time counts from here.
 
     Returns:
       The last step, the signal that ended the run before TrainingConfig.steps (else None), and the validation loss.
@@ -101,9 +108,74 @@ def train(
       DivergedError: the loss or the gradient is not finite. Nothing of that state was saved.
       InUseError: another process trains in `run_dir`.
       SaveError: a checkpoint could not be written.
+      WrongBitsError: a step gave different bits when it was computed again, as TrainingConfig.check_every asks for.
       StoppedEarly: a signal came before the first step, and this is the only process.
     """
-    run_dir, training = _local(run_dir), config.training
+    run_dir, training, stopwatch = _local(run_dir), config.training, stopwatch or Stopwatch()
+    setup = set_up(config, stopwatch)
+    with contextlib.ExitStack() as stack:
+        # Outermost, so that a signal cannot cut off what the others do on their way out.
+        interrupt = stack.enter_context(Interrupt())
+        owner = stack.enter_context(Owner(run_dir))
+        attempts = stack.enter_context(Attempts(run_dir, stopwatch))
+        watchdog = stack.enter_context(Watchdog(run_dir, jax.process_index()))
+        store = stack.enter_context(CheckpointStore(run_dir / FOLDER, keep_last=training.keep_last))
+        with stopwatch.during("restore"):
+            state, meta = interrupt.before_steps(lambda: first_state(setup, config, store, allow_restart))
+        start = int(jax.device_get(state.step))
+        _write_down(config, run_dir, notes or {})  # only now: a refused config leaves no trace in another's folder
+        log = stack.enter_context(
+            MetricsLog(run_dir, resume_step=start, tensorboard=training.tensorboard, expected=meta.get("records"))
+        )
+        if start >= training.steps:
+            return Result(start, None, meta.get("validation_loss"))
+        attempts.begin(start)
+        progress = stack.enter_context(Progress(start, training.steps))
+        progress.say(_opening(config, setup.like, start))
+        with stopwatch.during("compile"):
+            train_step = interrupt.before_steps(
+                lambda: compile_step(setup.step, setup.like, config, setup.placement, progress)
+            )
+        run = Run(
+            config=config,
+            datasets=setup.datasets,
+            placement=setup.placement,
+            batches=iterate(setup.batches, start),
+            train_step=train_step,
+            validate=setup.validate,
+            store=store,
+            recorder=Recorder(config, log, progress, store, Clock(stopwatch, start), skipped=meta.get("skipped", 0)),
+            profiler=stack.enter_context(Profiler(profile if distributed.is_first() else None, run_dir)),
+            stopwatch=stopwatch,
+            attempts=attempts,
+            owner=owner,
+            interrupt=interrupt,
+            watchdog=watchdog,
+        )
+        with stopwatch.during("train"):
+            result = run_steps(run, state, start)
+        attempts.ended = result.interrupted.name if result.interrupted is not None else "finished"
+        return result
+
+
+class Setup(NamedTuple):
+    """What a run is made of before it has a folder."""
+
+    datasets: dict[str, Any]
+    """What was prepared, by name."""
+    placement: Placement
+    like: TrainState
+    """The state as shapes with shardings."""
+    begin: Callable[[], TrainState]
+    """The state at step 0."""
+    step: TrainStep
+    batches: Sequence[Batch]
+    validate: Validation
+
+
+def set_up(config: ExperimentConfig, stopwatch: Stopwatch) -> Setup:
+    """Reads the data and builds the functions of a run; whatever does not fit is refused here."""
+    training = config.training
     _prepare(config.data)
     byte_lengths = load_tokenizer(config.data.tokenizer).byte_lengths
     datasets = {name: dataset_metadata(config.data, name) for name, _ in config.data.mixture}
@@ -111,55 +183,30 @@ def train(
     placement = place(config)
     optimizer = build_optimizer(config.optimizer, training.steps)
     graphdef, like = abstract_state(config.model, optimizer, placement)
-
     index, count = placement.shard(training.batch_size)
-    dataset = training_batches(
-        config.data, batch_size=training.batch_size, seed=training.seed, shard_index=index, shard_count=count
+    return Setup(
+        datasets,
+        placement,
+        like,
+        functools.partial(initial_state, config.model, optimizer, training.seed, placement),
+        make_train_step(config, graphdef, optimizer, byte_lengths, placement),
+        training_batches(
+            config.data, batch_size=training.batch_size, seed=training.seed, shard_index=index, shard_count=count
+        ),
+        Validation(config, graphdef, byte_lengths, placement, stopwatch),
     )
-    validate = Validation(config, graphdef, byte_lengths, placement)
 
-    with contextlib.ExitStack() as stack:
-        # Outermost, so that a signal cannot cut off what the others do on their way out.
-        interrupt = stack.enter_context(Interrupt())
-        owner = stack.enter_context(Owner(run_dir))
-        watchdog = stack.enter_context(Watchdog(run_dir, jax.process_index()))
-        store = stack.enter_context(CheckpointStore(run_dir / FOLDER, keep_last=training.keep_last))
-        restored = interrupt.before_steps(lambda: restore_newest(store, like, config, datasets))
-        if restored is None:
-            if not allow_restart:
-                unanimous(lambda: refuse_lost_history(run_dir, store, training.checkpoint_every))
-            meta = Meta()
-            state = interrupt.before_steps(lambda: initial_state(config.model, optimizer, training.seed, placement))
-        else:
-            state, meta = restored
-        start = int(jax.device_get(state.step))
-        # Only now: a refused config leaves no trace in the folder of another experiment.
-        if distributed.is_first():
-            for name, text in {"config.json": json.dumps(to_dict(config), indent=1) + "\n", **(notes or {})}.items():
-                write_whole(run_dir / name, text)
-        log = stack.enter_context(
-            MetricsLog(run_dir, resume_step=start, tensorboard=training.tensorboard, expected=meta.get("records"))
-        )
-        if start >= training.steps:
-            return Result(start, None, meta.get("validation_loss"))
-        progress = stack.enter_context(Progress(start, training.steps))
-        progress.say(_opening(config, like, start))
-        step_function = make_train_step(config, graphdef, optimizer, byte_lengths, placement)
-        run = Run(
-            config=config,
-            datasets=datasets,
-            placement=placement,
-            batches=iterate(dataset, start),
-            train_step=interrupt.before_steps(lambda: compile_step(step_function, like, config, placement, progress)),
-            validate=validate,
-            store=store,
-            recorder=Recorder(config, log, progress, store, start, skipped=meta.get("skipped", 0)),
-            profiler=stack.enter_context(Profiler(profile if distributed.is_first() else None, run_dir)),
-            owner=owner,
-            interrupt=interrupt,
-            watchdog=watchdog,
-        )
-        return run_steps(run, state, start)
+
+def first_state(
+    setup: Setup, config: ExperimentConfig, store: CheckpointStore, allow_restart: bool
+) -> tuple[TrainState, Meta]:
+    """The state to begin from and its metadata: the newest checkpoint's, or that of step 0 and none."""
+    restored = restore_newest(store, setup.like, config, setup.datasets)
+    if restored is not None:
+        return restored
+    if not allow_restart:
+        unanimous(lambda: refuse_lost_history(store.folder.parent, store, config.training.checkpoint_every))
+    return setup.begin(), {}
 
 
 def run_steps(run: Run, state: TrainState, start: int) -> Result:
@@ -171,11 +218,15 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
         while goes_on:
             step += 1
             with run.watchdog.step(step):
-                with recorder.clock.waiting():
+                with run.stopwatch.during("data"):
                     batch = next(run.batches)
                 run.profiler.before(step)
                 with jax.transfer_guard("disallow"):
-                    state, metrics = run.train_step(state, run.placement.put(batch, training.batch_size))
+                    device_batch = run.placement.put(batch, training.batch_size)
+                    if checks := _due(step, training.check_every, training.steps):
+                        state, metrics = step_twice(run.train_step, state, device_batch)
+                    else:
+                        state, metrics = run.train_step(state, device_batch)
                 recorder.receive(step, metrics)  # reads those of step n - 1, while the device computes step n
                 run.profiler.after(step, metrics)
                 run.store.poll()
@@ -185,16 +236,20 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
                 saves = not goes_on or _due(step, training.checkpoint_every, training.steps)
                 if evaluates or saves:
                     recorder.flush()  # raises unless this step's state is finite too: no other is evaluated or saved
+            if checks:
+                recorder.speeds(step, speeds())
             loss = None
             if evaluates:
-                with recorder.clock.paused():
+                with run.stopwatch.during("evaluate"):
                     records, loss = run.validate(state.params, step)
                     recorder.validation(records)
             if saves:
-                with recorder.clock.paused():
+                with run.stopwatch.during("save"):
                     run.owner.confirm()
                     run.store.save(state, run.config, run.datasets, loss, **recorder.sync())
-        run.store.wait()
+            run.attempts.update(step, at_once=saves)
+        with run.stopwatch.during("save"):
+            run.store.wait()
     return Result(step, agreement.signal if step < training.steps else None, loss)
 
 
@@ -207,14 +262,14 @@ class Recorder:
         log: MetricsLog,
         progress: Progress,
         store: CheckpointStore,
-        start: int,
+        clock: Clock,
         *,
         skipped: int = 0,
     ):
         self._config, self._log, self._progress, self._store = config, log, progress, store
         self._pending: tuple[int, Metrics] | None = None
         self._in_a_row = skipped
-        self.clock = Clock(start)
+        self._clock = clock
 
     def receive(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics of the step in flight, and records those of the one before."""
@@ -231,6 +286,13 @@ class Recorder:
         """Until all records are on disk. Returns what the checkpoint of this step notes of them."""
         self._log.sync()
         return {"skipped": self._in_a_row, "records": self._log.count}
+
+    def speeds(self, step: int, found: list[Speed]) -> None:
+        """Says how fast the processes are, and which are slow."""
+        slowest = max(speed.seconds for speed in found)
+        self._progress.say(f"step {step} computed twice: equal; {1e3 * slowest:.1f} ms for the probe of devices")
+        for slow in stragglers(found):
+            self._progress.say(f"warning: {slow}")
 
     def validation(self, records: list[Record]) -> None:
         """Records an evaluation."""
@@ -251,7 +313,7 @@ class Recorder:
             self._progress.say(f"step {step} skipped: {_reason(step, values)}")
             return
         if step == 1 or _due(step, training.log_every, training.steps):
-            record = train_record(step, values, self.clock.read(step), self._config)
+            record = train_record(step, values, self._clock.read(step), self._config)
             self._log.write(record)
             self._progress.train(record)
 
@@ -302,6 +364,12 @@ def _local(run_dir: str | Path) -> Path:
             f"run_dir = {str(run_dir)!r}: must be a path; mount the bucket (gcsfuse) and give the path it has here"
         )
     return Path(run_dir)
+
+
+def _write_down(config: ExperimentConfig, run_dir: Path, notes: Mapping[str, str]) -> None:
+    if distributed.is_first():
+        for name, text in {"config.json": json.dumps(to_dict(config), indent=1) + "\n", **notes}.items():
+            write_whole(run_dir / name, text)
 
 
 def _prepare(data: DataConfig) -> None:

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +20,11 @@ import jax
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.cost import training_flops
-from aamoe_jax.files import write_whole
+from aamoe_jax.files import SaveError, write_whole
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.training import distributed
 from aamoe_jax.training.auxiliary import LOSSES
-from aamoe_jax.training.checkpoints import SaveError
+from aamoe_jax.training.goodput import Stopwatch
 from pallas_kernels.chips import peak_flops
 
 FILE = "metrics.jsonl"
@@ -44,33 +43,21 @@ class Timing(NamedTuple):
 
 
 class Clock:
-    """Times stretches of steps. Evaluation and checkpoints do not count, waiting for data does."""
+    """Times stretches of steps: of a stopwatch, what was training or waiting for data."""
 
-    def __init__(self, step: int):
+    def __init__(self, stopwatch: Stopwatch, step: int):
+        self._stopwatch = stopwatch
         self._begin(step)
 
     def _begin(self, step: int) -> None:
-        self._step, self._start = step, time.perf_counter()
-        self._waited = self._paused = 0.0
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around the wait for a batch."""
-        start = time.perf_counter()
-        yield
-        self._waited += time.perf_counter() - start
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Around what is not training."""
-        start = time.perf_counter()
-        yield
-        self._paused += time.perf_counter() - start
+        self._step, self._start = step, self._stopwatch.read()
 
     def read(self, step: int) -> Timing:
         """The stretch since the last reading, which ends with `step`; begins the next one."""
-        seconds = max(time.perf_counter() - self._start - self._paused, 1e-9)
-        timing = Timing(seconds / max(step - self._step, 1), min(self._waited / seconds, 1.0))
+        now = self._stopwatch.read()
+        train, data = (now[phase] - self._start[phase] for phase in ("train", "data"))
+        seconds = max(train + data, 1e-9)
+        timing = Timing(seconds / max(step - self._step, 1), min(data / seconds, 1.0))
         self._begin(step)
         return timing
 

@@ -22,8 +22,9 @@ from typing import Any
 import psutil
 
 from aamoe_jax.config import ConfigError
+from aamoe_jax.files import SaveError
 from aamoe_jax.training import distributed
-from aamoe_jax.training.checkpoints import InUseError, SaveError, unanimous
+from aamoe_jax.training.checkpoints import InUseError, unanimous
 
 FILE = "owner.json"
 BEAT_SECONDS = 5.0

@@ -30,6 +30,7 @@ FREE_FIELDS = frozenset(
         "TrainingConfig.eval_every",
         "TrainingConfig.checkpoint_every",
         "TrainingConfig.keep_last",
+        "TrainingConfig.check_every",
         "TrainingConfig.tensorboard",
         # What becomes of a step that is not finite. The others are the same.
         "TrainingConfig.nonfinite",

@@ -39,6 +39,7 @@ TABLE = (
     Exit(STOPPED, "stopped by a person", Retry.NEVER),
     Exit(4, "a checkpoint could not be read or written, or a metric not written", Retry.LIMITED),
     Exit(7, "another run uses the run folder", Retry.LIMITED),
+    Exit(8, "a step gave different bits when it was computed again", Retry.LIMITED),
     Exit(70, "an unexpected error; its traceback is in the log", Retry.LIMITED),
     Exit(137, "killed, most often for want of memory", Retry.LIMITED),
     Exit(134, "aborted by a library", Retry.LIMITED),

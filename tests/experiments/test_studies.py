@@ -107,6 +107,16 @@ class TestDEC16:
             ["three", "b", "a", "logit_absmax", "+7.0000", "+8.0000 +6.0000", "-", "holds"],
         ]
 
+    def test_a_difference_within_the_interval_decides_nothing(self):
+        def runs(*bits: float) -> list:
+            return [result(sum(bits) / 3, documents=tuple((np.log(2) * one, 1.0) for one in bits))]
+
+        found = [
+            studies._judged(Claim("", "a", "b"), runs(1.0, 1.0, 1.0), runs(*more))[-1]
+            for more in ((1.1, 1.2, 1.3), (0.7, 0.8, 0.9), (0.9, 1.0, 1.2))
+        ]
+        assert found == ["holds", "does not hold", "undecided"]
+
     def test_a_stack_without_layers_is_the_same_run(self, tmp_path):
         config = tiny_experiment(tmp_path / "data")
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, pattern=("attention+mlp",)))

@@ -230,7 +230,7 @@ class TestInterrupt:
         assert err == "\nSIGINT: stopping after the step in flight; a second one ends it now\n"
         assert out == "stopped by SIGINT before the first step: nothing to save; the same command starts again\n"
         left = {path.name for path in (place.folder / "compiling").iterdir()}
-        assert left == {"config.json", "config.gin", "metrics.jsonl", "checkpoints"}
+        assert left == {"attempts.jsonl", "config.json", "config.gin", "metrics.jsonl", "checkpoints"}
 
     def test_a_second_one_ends_it_in_one_line(self, place):
         folder = place.folder / "again"

@@ -88,7 +88,7 @@ class TestRoundTrip:
     def test_every_bit_of_the_state(self, tmp_path):
         saved(tmp_path, {3: None})
         with store_in(tmp_path) as store:
-            restored = restore_newest(store, state_at(0), CONFIG, DATASETS)
+            restored, _ = restore_newest(store, state_at(0), CONFIG, DATASETS)
         assert_same_bits(restored._replace(key=None), state_at(3)._replace(key=None))
         assert_same_bits(jax.random.key_data(restored.key), jax.random.key_data(state_at(3).key))
 
@@ -198,7 +198,7 @@ class TestDamage:
         files = [path for path in (copy / "checkpoints" / "2" / item).rglob("*") if path.is_file()]
         damage(max(files, key=lambda path: path.stat().st_size), "flip")
         with store_in(copy) as store:
-            state = restore_newest(store, state_at(0), CONFIG, DATASETS)
+            state, _ = restore_newest(store, state_at(0), CONFIG, DATASETS)
             assert int(state.step) == 1
             assert store.steps() == [1]
             store.save(state_at(2), CONFIG, DATASETS, None)  # the step can be saved again
@@ -292,7 +292,7 @@ class TestFailedReads:
         monkeypatch.undo()
         assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["1", "2"]
         with store_in(copy) as store:
-            assert int(restore_newest(store, state_at(0), CONFIG, DATASETS).step) == 2
+            assert int(restore_newest(store, state_at(0), CONFIG, DATASETS)[0].step) == 2
 
     def test_of_the_best_do_not_remove_it(self, tmp_path, monkeypatch):
         saved(tmp_path, {1: 1.0, 2: 3.0}, keep_last=1)
@@ -408,5 +408,5 @@ class TestSameExperiment:
         meta["versions"]["jax"] = "0.0.1"
         path.write_text(json.dumps(meta | {"digest": _digest(meta)}))
         with store_in(tmp_path) as store:
-            assert int(restore_newest(store, state_at(0), CONFIG, DATASETS).step) == 1
+            assert int(restore_newest(store, state_at(0), CONFIG, DATASETS)[0].step) == 1
         assert "jax 0.0.1 ->" in capsys.readouterr().err

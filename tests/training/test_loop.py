@@ -16,9 +16,10 @@ import pytest
 
 from aamoe_jax.config import ConfigError, DataConfig
 from aamoe_jax.training.checkpoints import CheckpointStore, read_meta, saved_steps
+from aamoe_jax.training.goodput import Attempts, Stopwatch
 from aamoe_jax.training.interrupt import Interrupt, StoppedEarly
 from aamoe_jax.training.loop import DivergedError, Recorder, Run, run_steps, train
-from aamoe_jax.training.metrics import MetricsLog, read_metrics
+from aamoe_jax.training.metrics import Clock, MetricsLog, read_metrics
 from aamoe_jax.training.owner import Owner
 from aamoe_jax.training.profile import Profiler, ProfileWindow
 from aamoe_jax.training.progress import Progress
@@ -60,6 +61,7 @@ def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interru
             events.append(("save", int(state.step)))
             super().save(state, config, datasets, loss, **rest)
 
+    stopwatch = Stopwatch()
     state = TrainState(jnp.int32(0), {"w": jnp.ones(3)}, {"mu": jnp.ones(3)}, jax.random.key(0), jnp.zeros(0))
     with (
         Interrupt() as interrupt,
@@ -78,8 +80,10 @@ def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interru
             train_step=train_step,
             validate=validate,
             store=store,
-            recorder=NotedRecorder(config, log, progress, store, 0),
+            recorder=NotedRecorder(config, log, progress, store, Clock(stopwatch, 0)),
             profiler=profiler,
+            stopwatch=stopwatch,
+            attempts=Attempts(run_dir, stopwatch),
             owner=owner,
             interrupt=interrupt,
             watchdog=watchdog,

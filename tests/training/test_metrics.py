@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from aamoe_jax.config import ConfigError, DataConfig
-from aamoe_jax.training.checkpoints import SaveError
+from aamoe_jax.files import SaveError
+from aamoe_jax.training.goodput import Stopwatch
 from aamoe_jax.training.metrics import FILE, Clock, MetricsLog, Timing, loss_fields, read_metrics, train_record
 from tests.training.helpers import experiment, model_config
 
@@ -138,13 +139,15 @@ class TestRecords:
 class TestClock:
     def test_waiting_counts_and_pauses_do_not(self, monkeypatch):
         now = [0.0]
-        monkeypatch.setattr("aamoe_jax.training.metrics.time.perf_counter", lambda: now[0])
-        clock = Clock(10)
-        with clock.waiting():
-            now[0] += 1
-        now[0] += 3
-        with clock.paused():
-            now[0] += 100
-        assert clock.read(12) == Timing(2.0, 0.25)
-        now[0] += 5
-        assert clock.read(17) == Timing(1.0, 0.0)
+        monkeypatch.setattr("aamoe_jax.training.goodput.time.perf_counter", lambda: now[0])
+        stopwatch = Stopwatch()
+        clock = Clock(stopwatch, 10)
+        with stopwatch.during("train"):
+            with stopwatch.during("data"):
+                now[0] += 1
+            now[0] += 3
+            with stopwatch.during("save"):
+                now[0] += 100
+            assert clock.read(12) == Timing(2.0, 0.25)
+            now[0] += 5
+            assert clock.read(17) == Timing(1.0, 0.0)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from aamoe_jax.config import ConfigError
+from aamoe_jax.files import SaveError
 from aamoe_jax.training import owner
-from aamoe_jax.training.checkpoints import InUseError, SaveError
+from aamoe_jax.training.checkpoints import InUseError
 from aamoe_jax.training.owner import FILE, Owner
 
 ELSEWHERE = {"id": "other", "where": "another machine", "host": "far", "pid": 7, "born": 0.0, "beat": 3}

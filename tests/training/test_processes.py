@@ -17,7 +17,7 @@ import pytest
 from aamoe_jax.training.checkpoints import find_checkpoint, read_meta, saved_steps
 from aamoe_jax.training.distributed import EXIT_LOST
 from aamoe_jax.training.metrics import read_metrics
-from experiments.drill import Job, Layout
+from experiments.jobs import Job, Layout
 from tests.training.helpers import tiny_data, untimed
 
 STEPS = 40
