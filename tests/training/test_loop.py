@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from aamoe_jax.config import ConfigError, DataConfig
-from aamoe_jax.training.checkpoints import CheckpointStore, read_meta, saved_steps
+from aamoe_jax.training.checkpoints import CheckpointStore, InUseError, read_meta, saved_steps
 from aamoe_jax.training.goodput import Attempts, Stopwatch
 from aamoe_jax.training.interrupt import Interrupt, StoppedEarly
 from aamoe_jax.training.loop import DivergedError, Recorder, Run, run_steps, train
@@ -30,7 +30,7 @@ from tests.training.helpers import experiment, random_batch, replace, tiny_data,
 CONFIG = experiment(DataConfig(seq_len=64, document_align=8), log_every=2)
 
 
-def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interrupt_at: int | None = None):
+def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interrupt_at=None, taken_at=None, skipped=0):
     """Runs the loop around a step that computes nothing, and notes what it does. Returns its result."""
     losses = losses or {}
 
@@ -39,6 +39,8 @@ def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interru
         events.append(("dispatch", step))
         if step == interrupt_at:
             os.kill(os.getpid(), signal.SIGTERM)
+        if step == taken_at:
+            (run_dir / "owner.json").write_text('{"id": "other", "pid": 7, "host": "far"}')
         metrics = {"nll": np.float32(losses.get(step, 1.0)), "count": 1, "bytes": 1, "grad_norm": np.float32(1)}
         return state._replace(step=jax.device_put(np.int32(step))), metrics | {
             "learning_rate": 0.1,
@@ -80,7 +82,7 @@ def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interru
             train_step=train_step,
             validate=validate,
             store=store,
-            recorder=NotedRecorder(config, log, progress, store, Clock(stopwatch, 0)),
+            recorder=NotedRecorder(config, log, progress, store, Clock(stopwatch, 0), skipped=skipped),
             profiler=profiler,
             stopwatch=stopwatch,
             attempts=Attempts(run_dir, stopwatch),
@@ -111,6 +113,11 @@ class TestOrder:
         assert events[-3:] == [("fetch", 2), ("fetch", 3), ("save", 3)]
         assert (result.step, result.interrupted) == (3, signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    def test_nothing_is_saved_once_another_process_has_taken_the_folder(self, tmp_path):
+        with pytest.raises(InUseError, match="process 7 on far has taken"):
+            stub_run(tmp_path, [], taken_at=3)
+        assert saved_steps(tmp_path / "checkpoints") == []
 
     def test_a_signal_in_the_last_step_changes_nothing(self, tmp_path):
         assert stub_run(tmp_path, [], interrupt_at=8).interrupted is None
@@ -145,6 +152,11 @@ class TestSkipping:
         outcome = pytest.raises(DivergedError, match=r"step 11, on batch 10: .*, the 10th step in a row")
         with outcome if ends else contextlib.nullcontext():
             stub_run(tmp_path, [], config=config, losses=dict.fromkeys(bad, float("nan")))
+
+    def test_those_before_a_restart_count(self, tmp_path):
+        config = replace(CONFIG, "training", nonfinite="skip")
+        with pytest.raises(DivergedError, match=r"step 3, .* the 10th step in a row"):
+            stub_run(tmp_path, [], config=config, losses=dict.fromkeys(range(1, 9), float("nan")), skipped=7)
 
     def test_they_remove_no_checkpoint_from_before(self, tmp_path):
         """What is wrong may be in the parameters of the last finite step."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from aamoe_jax.config import ConfigError
@@ -87,7 +90,8 @@ def test_a_process_of_this_machine_that_is_gone_is_dead_at_once(tmp_path, monkey
         assert record["pid"] == process.pid
         with Owner(tmp_path):
             pass
-    for changed in ({}, {"pid": os.getpid(), "born": 0.0}):
+    me = {"pid": os.getpid(), "born": psutil.Process().create_time()}  # of a run that this process gave up
+    for changed in ({}, me | {"born": 0.0}, me):
         left_by(record | changed, tmp_path)
         with Owner(tmp_path):
             pass
@@ -102,8 +106,17 @@ def test_an_owner_that_leaves_while_it_is_watched(tmp_path, monkeypatch):
 
 
 def test_one_of_many_takes_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, "SETTLE_SECONDS", 0.3)
+    """Also where all of them look before the first one writes."""
+    monkeypatch.setattr(owner, "SETTLE_SECONDS", 0.5)
     left_by(ELSEWHERE, tmp_path)
+    chance, read = random.Random(0), owner._read
+
+    def slowly(path: Path) -> dict:
+        found = read(path)
+        time.sleep(chance.uniform(0.0, 0.1))
+        return found
+
+    monkeypatch.setattr(owner, "_read", slowly)
     entered, refused = [], []
 
     def take() -> None:
