@@ -6,6 +6,8 @@ that. Nothing is generated: log P(answer | text) is read off the forward pass un
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import ConfigError
+from aamoe_jax.data.errors import shown
 from aamoe_jax.data.tokenizers import Tokenizer
 from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.model import merge
@@ -31,6 +34,8 @@ class Item(NamedTuple):
     """How the context may go on, leading space included."""
     answer: int
     """Which choice is right, counted from 0."""
+    where: str = ""
+    """File and line, for messages."""
 
 
 class Row(NamedTuple):
@@ -41,17 +46,28 @@ class Row(NamedTuple):
     """How many of the last tokens are the choice's."""
 
 
+LINE = 2**24
+"""Bytes that one line of a file of items may have."""
+
+
 def read_items(path: str | Path) -> list[Item]:
-    """Items from a file with one JSON object per line: `context`, `choices`, `answer`.
+    """Items from a UTF-8 file with one JSON object per line, ended by LF or CRLF: `context`, `choices`, `answer`.
 
     Raises:
       ConfigError: there is no such file, nothing in it, or a line that is no item. It says which.
     """
+    items = []
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as text ({error})") from error
-    items = [_item(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+        with open(path, "rb") as file:
+            for number in itertools.count(1):
+                line = file.readline(LINE)
+                if not line:
+                    break
+                line = line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"")
+                if line.strip():
+                    items.append(_item(line, f"{path}:{number}"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read as text ({error.strerror})") from error
     if not items:
         raise ConfigError(f"{path}: holds no item")
     return items
@@ -114,24 +130,33 @@ def accuracies(items: Sequence[Item], log_p: Sequence[Float[np.ndarray, "_"]]) -
     }
 
 
-def _item(line: str, where: str) -> Item:
+def _item(line: bytes, where: str) -> Item:
     wanted = 'wanted {"context": "...", "choices": ["...", "..."], "answer": 0}'
+    if len(line) == LINE:
+        raise ConfigError(f"{where}: {wanted}, on a line of less than {LINE // 2**20} MiB")
     try:
-        found = json.loads(line)
-        item = Item(found["context"], tuple(found["choices"]), found["answer"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{where}: {wanted} ({type(error).__name__}: {error})") from error
+        # As text, so that json does not guess another encoding than UTF-8.
+        found = json.loads(line.decode("utf-8"))
+        json.dumps(found, ensure_ascii=False).encode("utf-8")  # half a character, as in "\\ud800", is no text
+        item = Item(found["context"], tuple(found["choices"]), found["answer"], where)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{where}: {wanted} ({type(error).__name__}: {shown(error)})") from error
     texts = (item.context, *item.choices)
     is_list = isinstance(found["choices"], list)  # a string would be as many choices as it has letters
     if not (is_list and len(texts) > 2 and all(isinstance(text, str) and text for text in texts)):
         raise ConfigError(f"{where}: {wanted}, no text of it empty")
     if not (type(item.answer) is int and 0 <= item.answer < len(item.choices)):
-        raise ConfigError(f"{where}: answer = {item.answer!r}: must be the place of a choice, counted from 0")
+        raise ConfigError(
+            f"{where}: answer = {shown(repr(item.answer))}: must be the place of a choice, counted from 0"
+        )
     return item
 
 
 def _row(item: Item, choice: str, tokenizer: Tokenizer, length: int) -> Row:
     context, chosen = (tokenizer.encode(text.encode()).astype(np.int32) for text in (item.context, choice))
     if not len(chosen) or len(chosen) >= length:
-        raise ConfigError(f"choice {choice!r}: {len(chosen)} tokens; a row of {length} can hold 1 to {length - 1}")
+        where = f"{item.where}: " if item.where else ""
+        raise ConfigError(
+            f"{where}choice {shown(choice, 60)!r}: {len(chosen)} tokens; a row of {length} can hold 1 to {length - 1}"
+        )
     return Row(np.concatenate([context[-(length - len(chosen)) :], chosen]), len(chosen))
