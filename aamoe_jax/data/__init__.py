@@ -2,8 +2,9 @@
 
 from aamoe_jax.data.batches import evaluation_batches, iterate, training_batches
 from aamoe_jax.data.builder import ensure_prepared, open_corpus, prepare
-from aamoe_jax.data.corpora import SPLITS, survey, text_corpus
+from aamoe_jax.data.corpora import SPLITS, survey
 from aamoe_jax.data.errors import DataError
+from aamoe_jax.data.own_text import text_corpus
 from aamoe_jax.data.stream import Stream, dataset_metadata, documents_of
 from aamoe_jax.data.tokenizers import ByteTokenizer, SentencePieceTokenizer, load_tokenizer, train_sentencepiece
 from aamoe_jax.data.windows import WindowSource, to_example

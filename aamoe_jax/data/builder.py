@@ -21,9 +21,10 @@ from jaxtyping import UInt16
 
 from aamoe_jax.config import DataConfig
 from aamoe_jax.data import catalogue, fetch
-from aamoe_jax.data.corpora import SPLITS, Corpus, Split, Survey, builtin_corpus, survey
-from aamoe_jax.data.errors import DataError
-from aamoe_jax.data.stream import VERSION, prepare_command, read_metadata, stream_dir, stream_name
+from aamoe_jax.data.corpora import SPLITS, Corpus, Split, Survey, builtin_corpus, content_digest, describe, survey
+from aamoe_jax.data.errors import DataError, shown
+from aamoe_jax.data.integrity import write_sums
+from aamoe_jax.data.stream import VERSION, dataset_metadata, read_metadata, stream_dir, stream_name
 from aamoe_jax.data.tokenizers import Tokenizer, load_tokenizer
 
 Existing = Literal["keep", "replace"]
@@ -37,6 +38,11 @@ class _LocalInfo(tfds.core.DatasetInfo):
 
     def initialize_from_bucket(self) -> None:
         pass
+
+    def write_to_directory(self, dataset_info_dir: Any, all_metadata: bool = True) -> None:
+        """Ends the writing of a dataset, before its folder gets its name."""
+        super().write_to_directory(dataset_info_dir, all_metadata)
+        write_sums(Path(dataset_info_dir))
 
 
 class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
@@ -80,6 +86,7 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
                 dtype="uint16",
                 documents=self._found.documents,
                 bytes=self._found.bytes,
+                left_out=describe(self._found.left_out),
                 # Filled while the records are written, before TFDS writes this.
                 tokens={},
                 length={},
@@ -99,10 +106,13 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
         """The stream of a split, record by record; counts its tokens into the metadata."""
         padding = functools.partial(np.full, fill_value=self._tokenizer.pad_id, dtype=np.uint16)
         rest = np.empty(0, np.uint16)
-        tokens = start = length = 0
-        for name, text in self._corpus.read(split):
-            if name in self._found.dropped:
+        tokens = start = length = documents = 0
+        for name, text in self._corpus.documents(split):
+            if name not in self._found.kept:
                 continue
+            if content_digest(text) != self._found.kept[name]:
+                raise self._changed()
+            documents += 1
             document = np.append(self._tokenizer.encode(text), np.uint16(self._tokenizer.eos_id))
             tokens += len(document)
             length = start + len(document)
@@ -113,8 +123,13 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
             rest = rest[whole:]
         if len(rest):
             yield np.concatenate([rest, padding(self._block - len(rest))])
+        if documents != self._found.documents[split]:
+            raise self._changed()
         self.info.metadata["tokens"][split] = tokens
         self.info.metadata["length"][split] = length  # up to the last eos
+
+    def _changed(self) -> DataError:
+        return DataError(f"{self._corpus.name}: its files changed while they were read; run it again")
 
 
 def prepare(
@@ -129,29 +144,38 @@ def prepare(
       existing: "keep" a finished dataset of the same corpus, or "replace" it.
 
     Raises:
-      DataError: the corpus has an empty split, or a finished dataset was made from another state of the corpus.
+      DataError: the corpus has an empty split or cannot be read; the folder cannot be written; or a finished dataset is
+        damaged, or was made from another state of the corpus.
     """
     found = survey(corpus)
     for split, count in found.documents.items():
         if count == 0:
-            raise DataError(f"{corpus.name}: no documents for the split {split!r} ({corpus.description})")
-    directory = stream_dir(data_dir, corpus.name, tokenizer, document_align)
+            left_out = f"; left out: {describe(found.left_out)}" if found.left_out else ""
+            advice = f"; {corpus.advice}" if corpus.advice else ""
+            raise DataError(
+                f"{corpus.name}: no documents for the split {split!r} ({corpus.description}){left_out}{advice}"
+            )
+    where = data_dir, corpus.name, tokenizer, document_align
+    directory = stream_dir(*where)
+    remedy = "pass --existing=replace, or another --data_dir"
     if existing == "keep" and directory.is_dir():
-        metadata = read_metadata(directory)
+        metadata = read_metadata(*where, remedy=remedy)
         if metadata["corpus_digest"] != found.digest:
             raise DataError(
                 f"{directory} holds another state of the corpus: its digest is {metadata['corpus_digest']}, the corpus "
-                f"now has {found.digest} (another Python, or changed files). Pass --existing=replace, or another "
-                "--data_dir"
+                f"now has {found.digest} (another Python, or changed files); {remedy}"
             )
         return metadata
-    if directory.is_dir():
-        # Before the builder opens it (TFDS would take the old description for the new one), and out of sight first, so
-        # that a removal cut short leaves nothing that looks finished either.
-        doomed = directory.rename(directory.with_name(f"incomplete.{os.getpid()}"))
-        shutil.rmtree(doomed)
-    _write(TokenStream(corpus, found, tokenizer, document_align, data_dir), directory)
-    return read_metadata(directory)
+    try:
+        if directory.is_dir():
+            # Before the builder opens it (TFDS would take the old description for the new one), and out of sight first,
+            # so that a removal cut short leaves nothing that looks finished either.
+            doomed = directory.rename(directory.with_name(f"incomplete.{os.getpid()}"))
+            shutil.rmtree(doomed)
+        _write(TokenStream(corpus, found, tokenizer, document_align, data_dir), directory)
+    except (OSError, RuntimeError) as error:  # the second is what a full disk becomes in TFDS
+        raise DataError(f"{directory}: cannot be written ({shown(error)}); name another folder: --data_dir") from error
+    return read_metadata(*where, remedy=remedy)
 
 
 def _write(builder: TokenStream, directory: Path) -> None:
@@ -185,13 +209,11 @@ def ensure_prepared(config: DataConfig) -> None:
     """Prepares `code` where it is missing, since it needs no download. Whatever else is missing is an error.
 
     Raises:
-      DataError: with the command that prepares the missing dataset.
+      DataError: with the command that prepares the dataset which is missing or damaged.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     for name, _ in config.mixture:
-        if stream_dir(config.data_dir, name, tokenizer, config.document_align).is_dir():
-            continue
-        if name != "code":
-            raise DataError(f"{name} is not prepared in {config.data_dir!r}: run `{prepare_command(config, name)}`")
-        corpus = open_corpus(name, data_dir=config.data_dir)
-        prepare(corpus, data_dir=config.data_dir, tokenizer=tokenizer, document_align=config.document_align)
+        if name == "code" and not stream_dir(config.data_dir, name, tokenizer, config.document_align).is_dir():
+            corpus = open_corpus(name, data_dir=config.data_dir)
+            prepare(corpus, data_dir=config.data_dir, tokenizer=tokenizer, document_align=config.document_align)
+        dataset_metadata(config, name)

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow_datasets as tfds
 
 from aamoe_jax.data.corpora import Corpus, Split
-from aamoe_jax.data.errors import DataError
+from aamoe_jax.data.errors import DataError, shown
 
 PREFIX = "tfds:"
 TEXT_FEATURE = {
@@ -40,7 +40,13 @@ def catalogue_corpus(name: str, tfds_dir: str) -> Corpus:
 def _documents(dataset: str, tfds_dir: str, split: Split) -> Iterator[tuple[str, bytes]]:
     records = _open(dataset, tfds_dir, split)
     for number in range(len(records)):
-        text = records[number][TEXT_FEATURE[dataset]]
+        try:
+            text = records[number][TEXT_FEATURE[dataset]]
+        except Exception as error:  # whatever the reader makes of damage
+            raise DataError(
+                f"tfds:{dataset}: record {number} of {split} in {tfds_dir!r} cannot be read ({shown(repr(error))}); "
+                "build it again"
+            ) from error
         yield f"{split}/{number}", text if isinstance(text, bytes) else text.encode()
 
 
@@ -49,9 +55,9 @@ def _open(dataset: str, tfds_dir: str, split: Split) -> Any:
     settings = {"file_format": "array_record"}
     try:
         return tfds.data_source(dataset, split=split, data_dir=tfds_dir, download=False, builder_kwargs=settings)
-    except (AssertionError, KeyError, NotImplementedError, ValueError) as error:  # absent, or in another format
+    except Exception as error:  # absent, in another format, or damaged: all of them in many ways
         raise DataError(
-            f"tfds:{dataset} is not there as array_record in {tfds_dir!r}: {str(error).splitlines()[0]}. Prepare it "
+            f"tfds:{dataset} is not there as array_record in {tfds_dir!r}: {shown(error)}. Prepare it "
             "where there is network (and TensorFlow, for pg19) with `tfds build "
             f"{dataset} --file_format=array_record --data_dir=DIR`, and name DIR with --tfds_dir"
         ) from error

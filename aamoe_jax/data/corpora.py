@@ -4,19 +4,17 @@ All of it is small (3 to 12 MB a domain): enough to see a loss fall and to compa
 parameters, and no reproduction of anybody's numbers on large corpora.
 """
 
+import codecs
 import dataclasses
-import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from absl import logging
-
 from aamoe_jax.data import fetch, rdata
-from aamoe_jax.data.errors import DataError
+from aamoe_jax.data.errors import DataError, shown
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -30,6 +28,22 @@ class Corpus:
     description: str
     licence: str
     read: Callable[[Split], Iterator[tuple[str, bytes]]]
+    left_out: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    """Files that are not read at all, by the reason."""
+    advice: str = ""
+    """What a user can do where a split has no text."""
+
+    def documents(self, split: Split) -> Iterator[tuple[str, bytes]]:
+        """What `read` yields.
+
+        Raises:
+          DataError: a file cannot be read.
+        """
+        try:
+            yield from self.read(split)
+        except OSError as error:
+            file = shown(error.filename or self.description)
+            raise DataError(f"{self.name}: {file} cannot be read ({shown(error.strerror)})") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,38 +54,61 @@ class Survey:
     """Changes when any id, any text or any assignment to a split changes."""
     documents: dict[Split, int]
     bytes: dict[Split, int]
-    dropped: frozenset[str]
-    """Ids of exact duplicates, empty documents and documents that are not UTF-8."""
+    kept: dict[str, bytes]
+    """Digests of the documents that are used, by id."""
+    left_out: dict[str, list[str]]
+    """Ids of the others (exact copies, empty ones, those that are no text), by the reason."""
 
 
 def survey(corpus: Corpus) -> Survey:
-    """Reads the whole corpus once; keeps only digests in memory."""
+    """Reads the whole corpus once; keeps only ids and digests in memory.
+
+    Raises:
+      DataError: a file cannot be read.
+    """
     digest = hashlib.blake2b(digest_size=16)
     documents, sizes = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
     seen: set[bytes] = set()
-    dropped: set[str] = set()
+    kept: dict[str, bytes] = {}
+    left_out = {reason: list(names) for reason, names in corpus.left_out.items()}
     # Held-out splits first: of two equal documents the held-out one stays, and its copy leaves the training text.
     for split in reversed(SPLITS):
-        for name, text in corpus.read(split):
-            content = hashlib.blake2b(text, digest_size=16).digest()
-            if error := _utf8_error(text):
-                logging.warning("%s: %s is left out, it is not UTF-8 (%s)", corpus.name, name, error)
-            if error or not text or content in seen:
-                dropped.add(name)
+        for name, text in corpus.documents(split):
+            content = content_digest(text)
+            if reason := _unfit(text) or ("copies of others" if content in seen else None):
+                left_out.setdefault(reason, []).append(name)
                 continue
             seen.add(content)
+            kept[name] = content
             digest.update(f"{split}\0{name}\0".encode() + content)
             documents[split] += 1
             sizes[split] += len(text)
-    return Survey(digest.hexdigest(), documents, sizes, frozenset(dropped))
+    return Survey(digest.hexdigest(), documents, sizes, kept, left_out)
 
 
-def _utf8_error(text: bytes) -> UnicodeDecodeError | None:
+def content_digest(text: bytes) -> bytes:
+    """What tells documents apart."""
+    return hashlib.blake2b(text, digest_size=16).digest()
+
+
+def describe(left_out: Mapping[str, Sequence[str]]) -> str:
+    """`2 empty (a.txt, b.txt), 1 not UTF-8 (c.txt)`."""
+    few = {reason: ", ".join([*names[:2], "..."] if len(names) > 2 else names) for reason, names in left_out.items()}
+    return ", ".join(f"{len(left_out[reason])} {reason} ({shown(names, 60)})" for reason, names in few.items())
+
+
+def _unfit(text: bytes) -> str | None:
+    if not text:
+        return "empty"
+    return None if _is_utf8(text) else "not UTF-8"
+
+
+def _is_utf8(text: bytes) -> bool:
     try:
         text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error
-    return None
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def builtin_corpus(name: str, cache_dir: Path) -> Corpus:
@@ -119,12 +156,13 @@ def _code(split: Split) -> Iterator[tuple[str, bytes]]:
         paths += [os.path.join(folder, name) for name in files]
     for path in sorted(paths):
         name = Path(path).relative_to(root).as_posix()
-        percent = _hash(name) % 100
+        percent = name_hash(name) % 100
         if split == ("test" if percent < 5 else "validation" if percent < 10 else "train"):
             yield name, Path(path).read_bytes()
 
 
-def _hash(name: str) -> int:
+def name_hash(name: str) -> int:
+    """A number that is the same everywhere, to draw documents by."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
 
 
@@ -156,7 +194,7 @@ def _listed(name: str, lists: dict[Split, tuple[str, ...]]) -> Split:
 
 
 def _plain(text: bytes) -> bytes:
-    return text.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
+    return text.removeprefix(codecs.BOM_UTF8).replace(b"\r\n", b"\n")
 
 
 # --- papers ----------------------------------------------------------------------------------------------------------
@@ -173,52 +211,4 @@ def _papers(split: Split, cache_dir: Path) -> Iterator[tuple[str, bytes]]:
         if _listed(package, _PAPERS) == split:
             text = path.read_bytes()
             # Some older vignettes declare latin-1.
-            yield f"{package}/{path.name}", text.decode("latin-1").encode("utf-8") if _utf8_error(text) else text
-
-
-# --- a user's own files ----------------------------------------------------------------------------------------------
-
-FEW_FILES = 20
-"""From this many files on whole files are held out; below it, the ends of every file."""
-
-
-def text_corpus(name: str, pattern: str) -> Corpus:
-    """The files that `pattern` matches (`**` crosses folders): one file, one document; 5 % validation, 5 % test."""
-    if not name.isidentifier() or name in ("code", "books", "papers"):
-        raise DataError(f"--name={name!r}: must be letters, digits and _, and not code, books or papers")
-    paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
-    # Ids are relative to the common folder, so that the same files elsewhere are the same corpus.
-    common = os.path.commonpath([path.parent for path in paths]) if paths else ""
-    files = {path: path.relative_to(common).as_posix() for path in paths if path.stat().st_size}
-    if not files:
-        raise DataError(f"--text={pattern!r}: no file with text matches; quote it, and use ** to search in folders")
-    read = _ends_of_files if len(files) < FEW_FILES else _whole_files
-    return Corpus(name, f"{len(files)} files: {pattern}", "the user's", lambda split: read(files, split))
-
-
-def _whole_files(files: dict[Path, str], split: Split) -> Iterator[tuple[str, bytes]]:
-    # Every 20th in the order of hashes, so that no split is ever empty.
-    order = sorted(files.values(), key=_hash)
-    held_out = {"test": set(order[0::20]), "validation": set(order[1::20])}
-    for path, name in files.items():
-        if split == next((held for held, members in held_out.items() if name in members), "train"):
-            yield name, _plain(path.read_bytes())
-
-
-def _ends_of_files(files: dict[Path, str], split: Split) -> Iterator[tuple[str, bytes]]:
-    for path, name in files.items():
-        text = _plain(path.read_bytes())
-        cuts = [0, _line_end(text, 0.90), _line_end(text, 0.95), len(text)]
-        index = SPLITS.index(split)
-        yield f"{name}#{split}", text[cuts[index] : cuts[index + 1]]
-
-
-def _line_end(text: bytes, fraction: float) -> int:
-    """The end of the line at that place; of the character, where the text is one long line."""
-    start = int(len(text) * fraction)
-    line = text.find(b"\n", start, start + len(text) // 50 + 1) + 1
-    if line:
-        return line
-    while start < len(text) and text[start] & 0xC0 == 0x80:
-        start += 1
-    return start
+            yield f"{package}/{path.name}", text if _is_utf8(text) else text.decode("latin-1").encode("utf-8")

@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from aamoe_jax.data.errors import DataError
+from aamoe_jax.data.errors import DataError, shown
 
 _SYMBOL, _PAIRLIST, _CHAR, _LOGICAL, _INTEGER, _REAL, _STRING, _LIST = 1, 2, 9, 10, 13, 14, 16, 19
 _REFERENCE, _NIL = 255, 254
@@ -19,7 +19,18 @@ _HAS_ATTRIBUTES, _HAS_TAG = 1 << 9, 1 << 10
 
 
 def character_vectors(folder: Path) -> dict[str, list[bytes]]:
-    """name -> its strings, for every variable of the database that is a character vector."""
+    """name -> its strings, for every variable of the database that is a character vector.
+
+    Raises:
+      DataError: the database is damaged, or missing.
+    """
+    try:
+        return _character_vectors(folder)
+    except Exception as error:  # damage shows in many ways
+        raise DataError(f"{folder}: cannot be read ({shown(error)}); remove its package and fetch it again") from error
+
+
+def _character_vectors(folder: Path) -> dict[str, list[bytes]]:
     index = zlib.decompress((folder / "Rdata.rdx").read_bytes(), wbits=47)  # of zlib or gzip
     database = (folder / "Rdata.rdb").read_bytes()
     found = {}
@@ -44,7 +55,7 @@ def _decompress(segment: bytes) -> bytes:
         case _:
             plain = zlib.decompress(segment[4:])
     if len(plain) != length:
-        raise DataError(f"R database: a segment has {len(plain)} bytes where {length} were promised; fetch it again")
+        raise DataError(f"R database: a segment has {len(plain)} bytes where {length} were promised")
     return plain
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32, Integer, UInt16
 
-from aamoe_jax.data.errors import DataError
+from aamoe_jax.data.errors import DataError, shown
 
 MAX_VOCAB_SIZE = 2**16
 """Token streams are stored as uint16."""
@@ -84,17 +84,19 @@ class SentencePieceTokenizer:
                 f"DataConfig.tokenizer = {str(path)!r}: there is no such file. Train one with "
                 "`aamoe prepare --train_tokenizer=bpe:8192`, or use 'bytes'"
             )
-        model = path.read_bytes()
         try:
+            model = path.read_bytes()
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
-            raise DataError(f"DataConfig.tokenizer = {str(path)!r}: not a sentencepiece model ({error})") from error
+            self.vocab_size = self._processor.vocab_size()
+            self._pieces = [_piece_bytes(self._processor, index) for index in range(self.vocab_size)]
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:  # a piece that is no text is a ValueError
+            raise DataError(
+                f"DataConfig.tokenizer = {str(path)!r}: not a sentencepiece model, or damaged ({shown(error)})"
+            ) from error
         self.digest = hashlib.sha256(model).hexdigest()
         self.name = f"{path.stem}-{self.digest[:8]}"
-        self.vocab_size = self._processor.vocab_size()
         self.eos_id = self._processor.eos_id()
         self.pad_id = self._processor.pad_id()
-        self._pieces = [_piece_bytes(self._processor, index) for index in range(self.vocab_size)]
         self._escaped_space = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
         self._refuse_unfit(path)
 

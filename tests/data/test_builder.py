@@ -87,9 +87,23 @@ def test_other_alignments_lie_side_by_side(tmp_path):
     prepare(tmp_path, random_documents())
     prepare(tmp_path, random_documents(), align=16)
     with pytest.raises(
-        data.DataError, match=r"document_align = 32: run .*--document_align=32.*tiny-bytes-16, tiny-bytes-8"
+        data.DataError, match=r"document_align = 32: run .*--document_align=32`\. .*tiny-bytes-16, tiny-bytes-8"
     ):
         data.dataset_metadata(DataConfig(data_dir=str(tmp_path), document_align=32), "tiny")
+    with pytest.raises(
+        data.DataError,
+        match=r"'tiny' is prepared .* for document_align = 8, 16, .* document_align = 4: run .*--document_align=4`, "
+        r"or bind DataConfig\.document_align = 8\. ",
+    ):
+        data.dataset_metadata(DataConfig(data_dir=str(tmp_path), document_align=4), "tiny")
+
+
+@pytest.mark.parametrize(("name", "meant"), [("tini", "tiny"), ("bocks", "books")])
+def test_a_name_that_was_mistyped_is_told(tmp_path, name, meant):
+    prepare(tmp_path, random_documents())
+    config = DataConfig(data_dir=str(tmp_path), document_align=ALIGN, mixture=((name, 1.0),))
+    with pytest.raises(data.DataError, match=f"{name!r} is not prepared .*did you mean {meant!r} .*: tiny-bytes-8$"):
+        data.ensure_prepared(config)
 
 
 def test_a_prepare_that_fails_leaves_nothing_that_looks_finished(tmp_path):

@@ -1,4 +1,5 @@
 import importlib.util
+import random
 
 import numpy as np
 import pytest
@@ -84,6 +85,23 @@ def test_a_model_that_changes_the_text_is_refused(tmp_path):
     )
     with pytest.raises(DataError, match="changes the text"):
         SentencePieceTokenizer(f"{prefix}.model")
+
+
+def test_a_damaged_model_is_told_or_another_one(model_path, tmp_path):
+    path, complaints = tmp_path / "tiny.model", []
+    for seed in range(200):
+        generator, raw = random.Random(seed), bytearray(model_path.read_bytes())
+        raw = raw[: generator.randrange(len(raw))] if seed % 2 else raw
+        for _ in range(generator.randint(0, 3)):
+            raw[generator.randrange(len(raw))] ^= 1 << generator.randrange(8)
+        path.write_bytes(raw)
+        try:
+            other = load_tokenizer(str(path))
+            assert raw == model_path.read_bytes() or other.name != load_tokenizer(str(model_path)).name
+        except DataError as error:
+            complaints.append(str(error))
+    assert len(complaints) > 100
+    assert all(str(path) in complaint and len(complaint.splitlines()) == 1 for complaint in complaints)
 
 
 def test_a_vocabulary_too_large_for_its_text_is_an_error():

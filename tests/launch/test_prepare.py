@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 
@@ -50,3 +51,22 @@ def test_an_expected_error_is_one_line_and_exit_code_1(tmp_path):
 def test_a_tokenizer_to_train_is_named_by_kind_and_size(tmp_path):
     with pytest.raises(data.DataError, match="'wordpiece': must be bpe:SIZE or unigram:SIZE"):
         prepare.train_tokenizer([], "wordpiece", data_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("extra", [[], ["--train_tokenizer=bpe:300"]])
+def test_a_data_dir_that_cannot_be_written_is_one_line(tmp_path, notes, extra):
+    done = run(f"--text={notes[0]}", "--name=notes", f"--data_dir={tmp_path}/notes.txt", *extra)
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"error: .*cannot be written \(.*Not a directory.*; name another folder: --data_dir\n", done.stderr
+    )
+
+
+def test_what_is_left_out_is_said_in_one_line(tmp_path, notes):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9" * 99)
+    (tmp_path / "empty.txt").touch()
+    done = run(f"--text={notes[0]}", "--name=notes", f"--data_dir={tmp_path}/data")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("left out: ")]
+    assert lines == ["left out: 1 empty (empty.txt), 3 not UTF-8 (latin.txt#test, latin.txt#validation, ...)"]
+    assert "latin" not in done.stderr
