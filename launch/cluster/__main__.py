@@ -13,7 +13,7 @@ All take --name and the settings of the cluster; `run` and `health` also the pro
 job has several processes --distributed=auto is added to launch.train. --dry_run prints the bash script that would be
 run, and nothing else.
 
-Exit code: that of the job, by the table; 1 also where the launch itself was refused or failed.
+Exit code: that of the job, by the table; 1 also where the launch was refused, 10 where a command of it failed.
 """
 
 from __future__ import annotations

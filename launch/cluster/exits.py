@@ -51,10 +51,15 @@ TABLE = (
 """By precedence: where the hosts of a job ended with different codes, the job's is the first of these. A cause comes
 before what it does to the other hosts, and any failure before success."""
 
+UNLAUNCHED = Exit(10, "the launch failed, not the job", Retry.NEVER)
+"""Of the script of a launcher, which names the command that failed and its exit code. No job ends with it."""
+
 
 def lookup(code: int) -> Exit:
     """The row of a code. One that is not in the table is tried again a few times: it may be the cluster's own."""
-    return next((row for row in TABLE if row.code == code), Exit(code, "not in the table", Retry.LIMITED))
+    return next(
+        (row for row in (*TABLE, UNLAUNCHED) if row.code == code), Exit(code, "not in the table", Retry.LIMITED)
+    )
 
 
 def codes(*retries: Retry) -> list[int]:

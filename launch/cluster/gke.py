@@ -10,7 +10,7 @@ import yaml
 
 from launch.cluster import accelerators, exits, jobset, shell
 from launch.cluster.exits import Retry
-from launch.cluster.job import Job, refuse
+from launch.cluster.job import Job, refuse, require_one_line
 
 Action = Literal["run", "health"]
 TPU = "google.com/tpu"
@@ -39,6 +39,7 @@ class Gke:
     supervised: ClassVar[frozenset[Retry]] = frozenset({Retry.ELSEWHERE})
 
     def __post_init__(self) -> None:
+        require_one_line(self)
         if not self.mount.startswith("/"):
             refuse(self, "mount", "must begin with /")
         accelerators.parse(self.accelerator, self.topology)

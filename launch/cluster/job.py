@@ -20,6 +20,17 @@ def refuse(owner: Any, field: str, wanted: str) -> NoReturn:
     raise ConfigError(f"--{field} = {getattr(owner, field)!r}: {wanted}")
 
 
+ONE_LINE = "must be one line of printable characters"
+
+
+def require_one_line(owner: Any, besides: str | None = None) -> None:
+    """Refuses fields of text with line breaks and other characters that a script cannot show; `besides`: but one."""
+    for field in dataclasses.fields(owner):
+        value = getattr(owner, field.name)
+        if isinstance(value, str) and field.name != besides and not value.isprintable():
+            refuse(owner, field.name, ONE_LINE)
+
+
 def check_name(name: str | None) -> str:
     """The name of a job, if it can be one: nodes, pods and folders are named after it."""
     if name is None or not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
@@ -42,6 +53,10 @@ class Job:
     max_retries: Annotated[int, "Retries after failures that may pass; preemptions are not counted."] = 3
 
     def __post_init__(self) -> None:
+        require_one_line(self)
+        for argument in self.arguments:
+            if not argument.isprintable():
+                raise ConfigError(f"{argument!r}: {ONE_LINE}")
         check_name(self.name)
         if self.program not in FOLDER_FLAGS:
             close = difflib.get_close_matches(self.program, FOLDER_FLAGS, n=1)

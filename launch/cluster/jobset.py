@@ -28,7 +28,7 @@ def state(name: str) -> str:
 
 
 WAIT = 'echo "it runs already, as it was started: waiting for its end" >&2'
-REFUSE = 'echo "it runs, and holds its hosts: ask for its status, or stop it" >&2 && exit 1'
+REFUSE = f'echo "it runs, and holds its hosts: ask for its status, or stop it" >&2 && exit {exits.UNLAUNCHED.code}'
 
 
 def make(name: str, create: str, running: str) -> str:
@@ -66,7 +66,7 @@ while read -r node codes; do
     echo "unhealthy $pool: the probe failed on $node"
   fi
 done <<<"$pods"
-cut -s -d ' ' -f 2- <<<"$pods" | tr ' ' '\\n' | grep -vx 0 | worst"""
+cut -s -d ' ' -f 2- <<<"$pods" | tr ' ' '\\n' | grep -vx 0 | worst || exit $?"""
 
 
 def logs(name: str) -> str:

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 
 from launch.cluster import exits
 
-PROLOGUE = "set -euo pipefail"
+PROLOGUE = f"""\
+set -Eeuo pipefail
+# A command that fails ends the script and is named; what the job itself ended with is passed on by `exit`.
+failed() {{
+  local command=${{2:-$3}}
+  if [ "$1" != {exits.UNLAUNCHED.code} ]; then echo "error: exit code $1 of: ${{command:0:200}}" >&2; fi
+  exit {exits.UNLAUNCHED.code}
+}}
+trap 'failed "$?" "${{FUNCNAME[0]:+${{FUNCNAME[0]}} $*}}" "$BASH_COMMAND"' ERR"""
 
 WORST = f"""\
 # The exit code of a job whose hosts ended with those on standard input, one a line.
@@ -32,8 +40,11 @@ def lines(*parts: str) -> str:
 
 
 def heredoc(command: str, text: str, then: str = "") -> str:
-    """A command that reads `text`, which has no line END, on standard input; `then` follows on its own line."""
-    return f"{command} <<'END' {then}".rstrip() + f"\n{text.rstrip()}\nEND"
+    """A command that reads `text` on standard input; `then` follows on its own line."""
+    end = "END"
+    while end in text.split("\n"):
+        end += "_"
+    return f"{command} <<'{end}' {then}".rstrip() + f"\n{text.rstrip()}\n{end}"
 
 
 def script(*blocks: str) -> str:

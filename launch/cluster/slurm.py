@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 from launch.cluster import exits, shell
 from launch.cluster.exits import Retry
-from launch.cluster.job import Job, refuse
+from launch.cluster.job import Job, refuse, require_one_line
 
 SAVING = 300
 """Seconds before the time limit at which the job is told to save and stop."""
@@ -30,11 +30,12 @@ class Slurm:
     supervised: ClassVar[frozenset[Retry]] = frozenset({Retry.ELSEWHERE})
 
     def __post_init__(self) -> None:
+        require_one_line(self)
         if self.nodes < 1:
             refuse(self, "nodes", "must be at least 1")
         if self.gpus_per_node < 0:
             refuse(self, "gpus_per_node", "must be at least 0, which is a job on processors")
-        if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", self.time_limit):
+        if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", self.time_limit, re.ASCII):
             refuse(self, "time_limit", "must be written as 24:00:00 or 7-00:00:00")
 
     @property
@@ -45,28 +46,19 @@ class Slurm:
     def run(self, job: Job, avoided: Sequence[str]) -> str:
         """A process that ends must not end the others: they notice, and say with which code."""
         train = shell.lines("srun", "--kill-on-bad-exit=0", *job.command(self.processes))
-        return self._submit(job, self.batch(job, (self._probe(job), train), avoided))
+        return self._submit(job, (self._probe(job), train), avoided)
 
     def health(self, job: Job) -> str:
-        return self._submit(job, self.batch(job, (self._probe(job),), ()))
+        return self._submit(job, (self._probe(job),), ())
 
     def _probe(self, job: Job) -> str:
         per_node = ("srun", f"--nodes={self.nodes}", f"--ntasks={self.nodes}", "--ntasks-per-node=1")
         return shell.lines(*per_node, *job.probe(max(1, self.gpus_per_node)))
 
-    def _submit(self, job: Job, batch: str) -> str:
-        log = f'"$HOME/{FOLDER}/{job.name}.log"'
-        return shell.script(
-            f'mkdir -p "$HOME/{FOLDER}"\ntouch {log}\nbefore=$(wc -l <{log})',
-            f'if [ -n "$(squeue --me --name={job.name} --noheader)" ]; then\n'
-            f'  echo "{job.name} is in the queue already: stop it, or choose another --name" >&2\n  exit 1\nfi',
-            "code=0\n" + shell.heredoc(f"sbatch --wait --output={log}", batch, then="|| code=$?"),
-            f"tail -n +$((before + 1)) {log} | grep -E '^(un)?healthy ' || true",
-            'exit "$code"',
-        )
-
-    def batch(self, job: Job, steps: Sequence[str], avoided: Sequence[str]) -> str:
-        """The batch script: the steps one after the other until one fails, then the table of exit codes."""
+    def _submit(self, job: Job, steps: Sequence[str], avoided: Sequence[str]) -> str:
+        stem = f'"$HOME/{FOLDER}/{job.name}'
+        log, sent = f'{stem}.log"', f'{stem}.sent"'
+        # Options as words of the command: in `#SBATCH` lines nothing would be quoted.
         options = [
             f"--job-name={job.name}",
             f"--nodes={self.nodes}",
@@ -80,10 +72,25 @@ class Slurm:
             "--open-mode=append",
             f"--signal=TERM@{SAVING}",
         ]
-        header = "\n".join(("#!/bin/bash", *(f"#SBATCH {option}" for option in options)))
+        sbatch = f"{shell.lines('sbatch', '--wait', *options)} \\\n  --output={log}"
+        return shell.script(
+            f'mkdir -p "$HOME/{FOLDER}"\ntouch {log}\nbefore=$(wc -l <{log})',
+            f'if [ -n "$(squeue --me --name={job.name} --noheader)" ]; then\n'
+            f'  echo "{job.name} is in the queue already: stop it, or choose another --name" >&2\n'
+            f"  exit {exits.UNLAUNCHED.code}\nfi",
+            "code=0\n" + shell.heredoc(sbatch, self.batch(job, steps), then=f"| tee {sent} || code=$?"),
+            "# sbatch says that the job was sent, and ends as it did.\n"
+            f'if [ ! -s {sent} ]; then\n  echo "error: exit code $code of: sbatch" >&2\n'
+            f"  exit {exits.UNLAUNCHED.code}\nfi",
+            f"tail -n +$((before + 1)) {log} | grep -E '^(un)?healthy ' || true",
+            'exit "$code"',
+        )
+
+    def batch(self, job: Job, steps: Sequence[str]) -> str:
+        """The batch script: the steps one after the other until one fails, then the table of exit codes."""
         body = " || return\n".join(steps)
         return f"""\
-{header}
+#!/bin/bash
 cd {shell.words(job.workdir)} || exit 1
 export JAX_PLATFORMS={"cuda" if self.gpus_per_node else "cpu"}
 

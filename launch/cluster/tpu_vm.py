@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 from launch.cluster import accelerators, exits, shell
 from launch.cluster.exits import Retry
-from launch.cluster.job import Job, refuse
+from launch.cluster.job import Job, refuse, require_one_line
 
 FOLDER = "aamoe_jobs"
 """In the home folder of every host: a folder for each job, with its log, process id and exit code."""
@@ -32,6 +33,10 @@ class TpuVm:
     supervised: ClassVar[frozenset[Retry]] = frozenset({Retry.ALWAYS, Retry.LIMITED, Retry.ELSEWHERE})
 
     def __post_init__(self) -> None:
+        require_one_line(self, besides="setup")
+        checked = subprocess.run(["bash", "-n", "-c", self.setup], capture_output=True, text=True, errors="replace")
+        if checked.returncode:
+            refuse(self, "setup", f"must be bash: {checked.stderr.strip().splitlines()[0]}")
         if self.slice.generation.runtime is None:
             refuse(self, "accelerator", "is to be had through GKE alone: use --cluster=gke or --cluster=xpk")
 
@@ -60,7 +65,7 @@ class TpuVm:
         return shell.script(
             *(self._slice(job.name), self._on(job.name), self._ask()),
             self._acquire(job.name),
-            f"ask {shell.words(self.setup)}\nask {shell.words(self._probe(job))}",
+            f"ask {shell.words(self.setup)} || exit $?\nask {shell.words(self._probe(job))} || exit $?",
         )
 
     def logs(self, name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from launch.cluster import accelerators, exits, jobset, shell
 from launch.cluster.exits import Retry
 from launch.cluster.gke import SAVING
-from launch.cluster.job import Job
+from launch.cluster.job import Job, require_one_line
 
 OWN_RESTARTS = (42, *range(127, 256))
 """Codes that xpk restarts without being asked (`xpk workload create --help`, 1.16)."""
@@ -32,6 +32,7 @@ class Xpk:
     supervised: ClassVar[frozenset[Retry]] = frozenset()
 
     def __post_init__(self) -> None:
+        require_one_line(self)
         accelerators.parse(self.accelerator)
 
     @property

@@ -69,7 +69,7 @@ XPK = 'next "$FAKE/attempts" >"$FAKE/jobset"\n'
 # Runs the batch script again for as long as it is put back into the queue, and ends as it does, as --wait has it.
 SBATCH = """
 cat >"$FAKE/batch"
-grep '^#SBATCH' "$FAKE/batch" >>"$FAKE/options"
+echo "Submitted batch job 17"
 for output in "$@"; do case $output in --output=*) log=${output#--output=} ;; esac; done
 while true; do
   rm -f "$FAKE/requeued"

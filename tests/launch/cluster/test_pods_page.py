@@ -49,7 +49,7 @@ def test_every_command_is_one_that_the_program_takes():
     assert kinds == {f"--cluster={kind}" for kind in ("tpu_vm", "gke", "xpk", "slurm")}
     for words, outcome in zip(launches, calls("cluster.__main__", [["--dry_run", *w] for w in launches]), strict=True):
         assert (outcome.code, outcome.stderr) == (0, ""), shlex.join(words)
-        assert outcome.stdout.startswith("set -euo pipefail\n")
+        assert outcome.stdout.startswith("set -Eeuo pipefail\n")
 
 
 def test_what_is_not_run_here_is_good_bash():

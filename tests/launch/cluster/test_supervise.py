@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -12,6 +13,7 @@ import time
 import pytest
 import yaml
 
+from launch.cluster import exits
 from launch.cluster.gke import Gke
 from launch.cluster.slurm import Slurm
 from launch.cluster.supervise import PAUSE, execute, supervise
@@ -187,7 +189,7 @@ class TestGke:
 
     def test_what_runs_is_not_probed(self, fake, job):
         fake.plan("jobset", "RunningCompleted")
-        assert execute(GKE.health(job)).code == 1
+        assert execute(GKE.health(job)).code == exits.UNLAUNCHED.code
         assert not fake.calls("apply")
 
     def test_a_job_that_somebody_deleted(self, fake, job):
@@ -238,17 +240,34 @@ class TestSlurm:
     def test_a_bad_node_is_left_out(self, fake, job):
         fake.hosts_end(["0"], probe=["0/6", "6/0", "0"])
         assert supervise(SLURM, dataclasses.replace(job, max_retries=2), no_pause) == 0
-        options = (fake.folder / "options").read_text()
-        assert [line for line in options.splitlines() if "exclude" in line] == [
-            "#SBATCH --exclude=node-1",
-            "#SBATCH --exclude=node-0,node-1",
-        ]
+        excluded = [re.findall(r"--exclude=(\S+)", call) for call in fake.calls("sbatch")]
+        assert excluded == [[], ["node-1"], ["node-0,node-1"]]
         assert fake.trained() == 2
 
     def test_a_job_in_the_queue_is_not_sent_again(self, fake, job):
         (fake.folder / "bin" / "squeue").write_text("#!/bin/bash\necho 17 gpu mine\n")
-        assert supervise(SLURM, job, no_pause) == 1
+        assert supervise(SLURM, job, no_pause) == exits.UNLAUNCHED.code
         assert not fake.calls("sbatch")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "tool", "named"),
+    [
+        (TPU_VM, "gcloud", "slice create --node-id=mine"),
+        (GKE, "kubectl", "kubectl delete jobset mine"),
+        (XPK, "xpk", "xpk workload create"),
+        (SLURM, "sbatch", "sbatch"),
+    ],
+    ids=["tpu_vm", "gke", "xpk", "slurm"],
+)
+def test_a_launch_that_fails_is_told_from_a_job_that_fails(fake, job, capfd, cluster, tool, named):
+    (fake.folder / "bin" / tool).write_text('#!/bin/bash\necho "log in first" >&2\nexit 1\n')
+    assert supervise(cluster, job, no_pause) == exits.UNLAUNCHED.code
+    *said, named_command, end = capfd.readouterr().err.splitlines()
+    assert set(said) == {"log in first"}
+    assert named_command.startswith(f"error: exit code 1 of: {named}")
+    assert end == "mine: exit code 10, the launch failed, not the job; is not tried again"
+    assert fake.trained() == 0
 
 
 def test_a_script_that_is_killed_ends_as_shells_count_it():

@@ -1,4 +1,11 @@
-set -euo pipefail
+set -Eeuo pipefail
+# A command that fails ends the script and is named; what the job itself ended with is passed on by `exit`.
+failed() {
+  local command=${2:-$3}
+  if [ "$1" != 10 ]; then echo "error: exit code $1 of: ${command:0:200}" >&2; fi
+  exit 10
+}
+trap 'failed "$?" "${FUNCNAME[0]:+${FUNCNAME[0]} $*}" "$BASH_COMMAND"' ERR
 
 mkdir -p "$HOME/aamoe_jobs"
 touch "$HOME/aamoe_jobs/mine.log"
@@ -6,22 +13,24 @@ before=$(wc -l <"$HOME/aamoe_jobs/mine.log")
 
 if [ -n "$(squeue --me --name=mine --noheader)" ]; then
   echo "mine is in the queue already: stop it, or choose another --name" >&2
-  exit 1
+  exit 10
 fi
 
 code=0
-sbatch --wait --output="$HOME/aamoe_jobs/mine.log" <<'END' || code=$?
+sbatch \
+  --wait \
+  --job-name=mine \
+  --nodes=4 \
+  --ntasks-per-node=8 \
+  --gpus-per-node=8 \
+  --time=24:00:00 \
+  --partition=gpu \
+  --account=lab \
+  --requeue \
+  --open-mode=append \
+  --signal=TERM@300 \
+  --output="$HOME/aamoe_jobs/mine.log" <<'END' | tee "$HOME/aamoe_jobs/mine.sent" || code=$?
 #!/bin/bash
-#SBATCH --job-name=mine
-#SBATCH --nodes=4
-#SBATCH --ntasks-per-node=8
-#SBATCH --gpus-per-node=8
-#SBATCH --time=24:00:00
-#SBATCH --partition=gpu
-#SBATCH --account=lab
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --signal=TERM@300
 cd /opt/aamoe_jax || exit 1
 export JAX_PLATFORMS=cuda
 
@@ -48,6 +57,12 @@ case $code in
 esac
 exit "$code"
 END
+
+# sbatch says that the job was sent, and ends as it did.
+if [ ! -s "$HOME/aamoe_jobs/mine.sent" ]; then
+  echo "error: exit code $code of: sbatch" >&2
+  exit 10
+fi
 
 tail -n +$((before + 1)) "$HOME/aamoe_jobs/mine.log" | grep -E '^(un)?healthy ' || true
 
