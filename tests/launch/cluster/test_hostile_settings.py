@@ -93,7 +93,7 @@ def hostile_scripts() -> list[str]:
         job, others = hostile_job(turn), HOSTILE[turn:] + HOSTILE[:turn]
         for example in CLUSTERS.values():
             kind = type(example)
-            values = vars(example) | ({"accelerator": "v5p-8"} if hasattr(example, "accelerator") else {})
+            values = vars(example) | ({"accelerator": "v5p-8"} if "accelerator" in vars(example) else {})
             cluster: Cluster = kind(**accepted(kind, values, dict(zip(texts(kind), others, strict=False))))
             written += [cluster.run(job, others[:2]), cluster.health(job)]
             written += [action(job.name) for action in (cluster.logs, cluster.status, cluster.stop)]
