@@ -8,7 +8,6 @@ TPU7x is two JAX devices is how the TPU compiler describes it.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 
@@ -90,7 +89,7 @@ def parse(accelerator: str, topology: str | None = None) -> Slice:
       accelerator: such as v5p-1024 (512 chips: v4, v5p and tpu7x count TensorCores) or v5litepod-256 (256 chips).
       topology: such as 8x8x8. Must be given where the number of chips has no usual shape.
     """
-    match = re.fullmatch(r"(\w+)-(\d+)", accelerator)
+    match = re.fullmatch(r"(\w+)-(\d{1,9})", accelerator, re.ASCII)
     if match is None or match[1] not in GENERATIONS:
         raise ConfigError(f"--accelerator = {accelerator!r}: is unknown{_suggestion(accelerator)}")
     generation, number = GENERATIONS[match[1]], int(match[2])
@@ -108,15 +107,22 @@ def parse(accelerator: str, topology: str | None = None) -> Slice:
 
 
 def _suggestion(accelerator: str) -> str:
-    prefix, dash, number = accelerator.lower().partition("-")
-    close = difflib.get_close_matches(ALIASES.get(prefix, prefix) + dash + number, known(), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(GENERATIONS)}, such as v5p-1024"
+    """The next smaller and larger slices of the generation that a name begins with."""
+    match = re.fullmatch(r"(\w+?)[-_](\d{1,9})", accelerator.lower(), re.ASCII)
+    generation = ALIASES.get(match[1], match[1]) if match else None
+    if match is None or generation not in GENERATIONS:
+        return f"; there are {', '.join(GENERATIONS)}, such as v5p-1024"
+    sizes = [size(shape) * GENERATIONS[generation].counted for shape in GENERATIONS[generation].shapes]
+    below = max((each for each in sizes if each <= int(match[2])), default=None)
+    above = min((each for each in sizes if each >= int(match[2])), default=None)
+    close = [f"{generation}-{each}" for each in dict.fromkeys((below, above)) if each is not None]
+    return f"; did you mean {' or '.join(map(repr, close))}?"
 
 
 def _checked(topology: str, accelerator: str, chips: int, generation: Generation) -> str:
     """The topology, if slices of this kind come in it."""
     dimensions = generation.shapes[0].count("x") + 1
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", topology) or topology.count("x") + 1 != dimensions:
+    if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*", topology, re.ASCII) or topology.count("x") + 1 != dimensions:
         raise ConfigError(
             f"--topology = {topology!r}: {accelerator} has {dimensions} dimensions, such as {generation.shapes[-1]}"
         )
