@@ -75,19 +75,28 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
       ConfigError: the axes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = {axis: getattr(config, axis) for axis in AXES}
-    given = math.prod(size for size in sizes.values() if size != -1)
-    free = [axis for axis, size in sizes.items() if size == -1]
-    if len(devices) % given or (not free and given != len(devices)):
-        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
-        raise ConfigError(
-            f"MeshConfig: {product} = {given} does not make {len(devices)} devices: change an axis, "
-            f"or let one take the rest, such as MeshConfig.{free[0] if free else 'fsdp'} = -1"
-        )
-    sizes |= dict.fromkeys(free, len(devices) // given)
+    sizes = mesh_sizes(config, len(devices))
     # An axis of ours may take a part of one of the torus: jax.make_mesh refuses that, and so many meshes.
     grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
     return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+
+
+def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
+    """The size of every axis of the mesh of so many devices.
+
+    Raises:
+      ConfigError: the axes do not multiply to the number of devices.
+    """
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    given = math.prod(size for size in sizes.values() if size != -1)
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if devices % given or (not free and given != devices):
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
+        raise ConfigError(
+            f"MeshConfig: {product} = {given} does not make {devices} devices: change an axis, "
+            f"or let one take the rest, such as MeshConfig.{free[0] if free else 'fsdp'} = -1"
+        )
+    return sizes | dict.fromkeys(free, devices // given)
 
 
 def parameter_specs(config: ModelConfig) -> dict[str, Any]:

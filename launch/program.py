@@ -60,7 +60,7 @@ def experiment_from_flags() -> ExperimentConfig:
 def refuse_arguments(argv: list[str]) -> None:
     """Every input is a flag: a stray word is a typing slip, and is not ignored."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
+        raise ConfigError(f"unknown argument {argv[1]!r}: inputs are given as --flag=value; see --help")
 
 
 def data_config(config: ExperimentConfig, data_dir: str | None) -> DataConfig:

@@ -11,7 +11,7 @@
 
 All take --name and the settings of the cluster; `run` and `health` also the program and its flags, after `--`. Where a
 job has several processes --distributed=auto is added to launch.train. --dry_run prints the bash script that would be
-run, and nothing else.
+run, and nothing else. Before `run` asks for hosts it reads the program's flags, gin files and mesh on this machine.
 
 Exit code: that of the job, by the table; 1 also where the launch was refused, 10 where a command of it failed.
 """
@@ -25,7 +25,7 @@ from absl import flags
 
 from aamoe_jax.config import ConfigError
 from launch import program
-from launch.cluster import exits, settings
+from launch.cluster import check, exits, settings
 from launch.cluster.job import FOLDER_FLAGS, Job, check_name
 from launch.cluster.supervise import execute, supervise
 
@@ -48,6 +48,8 @@ def main(argv: list[str]) -> int:
     if action in PROGRAM_ACTIONS:
         job = _job(words)
         script = cluster.run(job, ()) if action == "run" else cluster.health(job)
+        if action == "run":
+            check.check(job, cluster.devices)
     else:
         by_name = {"logs": cluster.logs, "status": cluster.status, "stop": cluster.stop}
         script = by_name[action](check_name(flags.FLAGS.name))

@@ -63,6 +63,11 @@ class Slice:
         return self.chips // self.hosts
 
     @property
+    def devices(self) -> int:
+        """`jax.device_count()`."""
+        return self.chips * self.generation.devices
+
+    @property
     def devices_per_host(self) -> int:
         """`jax.local_device_count()` of each process."""
         return self.chips_per_host * self.generation.devices

@@ -53,6 +53,10 @@ class Gke:
     def _kubectl(self) -> str:
         return jobset.kubectl(self.project, self.location, self.gke_cluster, self.namespace)
 
+    @property
+    def devices(self) -> int:
+        return self.slice.devices
+
     def run(self, job: Job, avoided: Sequence[str]) -> str:
         return self._script(job.name, self.manifest(job, avoided), jobset.WAIT)
 

@@ -106,6 +106,11 @@ class Cluster(Protocol):
     supervised: ClassVar[frozenset[Retry]]
     """What the supervisor must see to; the cluster sees to the rest by itself."""
 
+    @property
+    def devices(self) -> int:
+        """`jax.device_count()` of the job."""
+        ...
+
     def run(self, job: Job, avoided: Sequence[str]) -> str:
         """A script that probes every host, runs the job to its end and exits with the job's exit code.
 

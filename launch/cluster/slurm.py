@@ -39,13 +39,13 @@ class Slurm:
             refuse(self, "time_limit", "must be written as 24:00:00 or 7-00:00:00")
 
     @property
-    def processes(self) -> int:
-        """jax.distributed gives every task of SLURM one GPU."""
+    def devices(self) -> int:
+        """jax.distributed gives every task of SLURM one GPU, so there are as many processes."""
         return self.nodes * max(1, self.gpus_per_node)
 
     def run(self, job: Job, avoided: Sequence[str]) -> str:
         """A process that ends must not end the others: they notice, and say with which code."""
-        train = shell.lines("srun", "--kill-on-bad-exit=0", *job.command(self.processes))
+        train = shell.lines("srun", "--kill-on-bad-exit=0", *job.command(self.devices))
         return self._submit(job, (self._probe(job), train), avoided)
 
     def health(self, job: Job) -> str:

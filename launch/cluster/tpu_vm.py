@@ -45,6 +45,10 @@ class TpuVm:
         """The hosts and chips. A TPU VM has the usual shape."""
         return accelerators.parse(self.accelerator)
 
+    @property
+    def devices(self) -> int:
+        return self.slice.devices
+
     def run(self, job: Job, avoided: Sequence[str]) -> str:
         # Nothing is avoided by name: a slice with a bad host is given back whole, and another one is asked for.
         return shell.script(

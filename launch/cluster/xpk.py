@@ -46,6 +46,10 @@ class Xpk:
         location = self.location or self.zone.rpartition("-")[0]
         return jobset.kubectl(self.project, location, self.gke_cluster, "default")
 
+    @property
+    def devices(self) -> int:
+        return self.slice.devices
+
     def run(self, job: Job, avoided: Sequence[str]) -> str:
         """The probe and the job are one command, so the exit code of either is the container's."""
         # `exec`: xpk passes SIGTERM to the shell that runs this, which by then is Python.
