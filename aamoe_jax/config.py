@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import reprlib
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn, TypeVar, get_args
@@ -25,6 +26,8 @@ Kernel = Literal[
     "reference", "xla", "pallas_tpu", "pallas_tpu_resident", "pallas_tpu_gathered", "pallas_tpu_dense", "pallas_gpu"
 ]
 
+MOST_LAYERS = 10_000
+"""Figures of every layer are written down one by one."""
 
 Own = TypeVar("Own")
 
@@ -54,14 +57,27 @@ def refuse(owner: Any, field: str, wanted: str) -> NoReturn:
     Raises:
       ConfigError: always.
     """
-    raise ConfigError(f"{type(owner).__name__}.{field} = {getattr(owner, field)!r}: {wanted}")
+    raise ConfigError(f"{type(owner).__name__}.{field} = {shown(getattr(owner, field))}: {wanted}")
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxtuple = _SHORT.maxlist = 16
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 120
+
+
+def shown(value: Any) -> str:
+    """`repr(value)` as a message can hold it: long texts, numbers and tuples are cut, and deep ones."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        return "a number of thousands of digits"
 
 
 def require_positive(owner: Any, *fields: str) -> None:
     """Refuses fields that are not above 0 and finite."""
     for field in fields:
         value = getattr(owner, field)
-        if not (value > 0 and math.isfinite(value)):
+        if not 0 < value < math.inf:
             refuse(owner, field, "must be a positive number")
 
 
@@ -93,13 +109,13 @@ class BudgetConfig:
 
     def __post_init__(self) -> None:
         betas = self.beta if isinstance(self.beta, tuple) else (self.beta,)
-        if not betas or not all(beta > 0 and math.isfinite(beta) for beta in betas):
+        if not betas or not all(0 < beta < math.inf for beta in betas):
             refuse(self, "beta", "must be a positive number, or one per layer")
         require_choice(self, "normalizer", get_args(BudgetNormalizer))
         require_choice(self, "importance", get_args(Importance))
         if self.expert_share is not None and not 0 <= self.expert_share <= 1:
             refuse(self, "expert_share", "must be in [0, 1], or None for one budget")
-        if not (self.expert_price >= 1 and math.isfinite(self.expert_price)):
+        if not 1 <= self.expert_price < math.inf:
             refuse(self, "expert_price", "must be a number of at least 1")
         if self.expert_share is not None and self.expert_price != 1:
             refuse(self, "expert_price", "must be 1 where experts have a share of their own (expert_share)")
@@ -212,6 +228,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "vocab_size", "d_model", "num_heads", "num_layers", "rope_base")
+        if self.num_layers > MOST_LAYERS:
+            refuse(self, "num_layers", f"must be at most {MOST_LAYERS}")
         if self.d_model % self.num_heads:
             refuse(self, "d_model", f"must be divisible by num_heads = {self.num_heads}")
         if self.head_dim % 2:
@@ -230,7 +248,9 @@ class ModelConfig:
             require_choice(self, "kernel", get_args(Kernel))
         beta = self.aamoe.budget.beta
         if isinstance(beta, tuple) and len(beta) != self.num_layers:
-            raise ConfigError(f"BudgetConfig.beta = {beta!r}: {len(beta)} values for num_layers = {self.num_layers}")
+            raise ConfigError(
+                f"BudgetConfig.beta = {shown(beta)}: {len(beta)} values for num_layers = {self.num_layers}"
+            )
 
     def _expand_pattern(self) -> None:
         try:

@@ -66,7 +66,10 @@ def _expand_entry(entry: str, num_layers: int) -> list[str]:
             raise ValueError(f"{entry!r}: {name!r} is no placement; there are {', '.join(PLACEMENTS)}")
         kept = placement(name, num_layers)
         return [standard if i in kept else other for i in range(1, num_layers + 1)]
-    repeated = re.fullmatch(r"([\w+]+)(?:\*([1-9]\d*))?", text)
+    repeated = re.fullmatch(r"([\w+]+)(?:\*([1-9][0-9]{0,8}))?", text)
     if not repeated:
         raise ValueError(f"{entry!r}: write 'mixer', 'mixer+mixer', 'layer*3' or 'even(layer, layer)'")
-    return [repeated[1]] * int(repeated[2] or 1)
+    count = int(repeated[2] or 1)
+    if count > num_layers:
+        raise ValueError(f"{entry!r}: is more than num_layers = {num_layers}")
+    return [repeated[1]] * count

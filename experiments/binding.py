@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import math
+import os
 import re
+import sys
 import tokenize
 import types
 import typing
@@ -22,7 +23,7 @@ from typing import Any, Literal, get_args, get_origin
 from absl import logging
 from gin import config_parser
 
-from aamoe_jax.config import RENAMED, ConfigError, ExperimentConfig
+from aamoe_jax.config import RENAMED, ConfigError, ExperimentConfig, shown
 from aamoe_jax.extensions import import_mixers, imported
 from aamoe_jax.registry import own_configs
 
@@ -89,10 +90,13 @@ def load_experiment(gin_files: Sequence[str] = (), gin_params: Sequence[str] = (
       ConfigError: for text that gin cannot parse, an unknown name, a binding that nothing would consume, a value of the
         wrong type, and whatever the dataclasses refuse. One line, which says where.
     """
-    statements = [statement for name in gin_files for statement in _read_file(name, None, ())]
-    for text in gin_params:
-        statements += _read(text, functools.partial("--gin_param {!r}".format, text), None, ())
-    bound = _bind(statements)
+    try:
+        statements = [statement for name in gin_files for statement in _read_file(name, None, ())]
+        for text in gin_params:
+            statements += _read(text, functools.partial("--gin_param {}".format, shown(text)), None, ())
+        bound = _bind(statements)
+    except (RecursionError, MemoryError):  # Python's parser knows both
+        raise ConfigError("gin: brackets, macros or includes are nested too deeply") from None
     try:
         return _compose(ExperimentConfig, {name: statement.value for name, statement in bound.items()})
     except ConfigError as error:
@@ -142,10 +146,12 @@ def describe(hint: Any) -> str:
 
 
 def conform(value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`: lists become tuples, an int may stand for a float, a bool for nothing but a bool.
+    """`value` as the type `hint`: lists become tuples, an int may stand for a float, and a float without a fraction for
+    an int, a bool for nothing but a bool.
 
     Raises:
       TypeError: when it is of another type.
+      ValueError: an integer that 32 bits do not hold, or text that no file can hold.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal and value in arguments:
@@ -162,11 +168,17 @@ def conform(value: Any, hint: Any) -> Any:
             return tuple(map(conform, value, items))
     if hint is float:
         # gin has no literal for infinity: a config that held one could not be written down again.
-        if type(value) in (int, float) and math.isfinite(value):
+        if type(value) in (int, float) and abs(value) <= sys.float_info.max:
             return float(value)
+    elif hint is int and (type(value) is int or (type(value) is float and value.is_integer())):
+        if abs(value) >= 2**31:
+            raise ValueError("must be less than 2**31")
+        return int(value)
     elif type(value) is hint:
+        if hint is str and re.search("[\0\ud800-\udfff]", value):
+            raise ValueError("must be text that a file can hold")
         return value
-    raise TypeError(f"{value!r} is no {describe(hint)}")
+    raise TypeError(f"{shown(value)} is no {describe(hint)}")
 
 
 # Reading: text -> statements.
@@ -216,11 +228,12 @@ class _Delegate(config_parser.ParserDelegate):
 def _read_file(name: str, beside: Path | None, including: tuple[Path, ...]) -> Iterator[_Statement]:
     """The statements of a file, looked for beside the file that includes it, here, and among the shipped configs."""
     candidates = ([beside / name] if beside else []) + [Path(name), CONFIGS / name]
-    path = next((path for path in candidates if path.is_file()), None)
+    path = next((path for path in candidates if os.path.isfile(path)), None)  # False for names too long for a file
     if path is None:
-        shipped = sorted(path.name for path in CONFIGS.glob("*.gin"))
-        close = _did_you_mean(name, shipped) or f"; those shipped are {', '.join(shipped)}"
-        raise ConfigError(f"no gin file is called {name!r}{close}")
+        shipped = sorted(path.stem for path in CONFIGS.glob("*.gin"))
+        close = difflib.get_close_matches(Path(name).stem.lower(), shipped, n=1)
+        hint = _suggest([f"{stem}.gin" for stem in close]) or f"; those shipped are {', '.join(shipped)}"
+        raise ConfigError(f"no gin file is called {shown(name)}{hint}")
     if path.resolve() in including:
         raise ConfigError(f"gin file {name!r} includes itself")
     try:
@@ -282,22 +295,24 @@ def _bind(statements: Sequence[_Statement]) -> dict[str, _Statement]:
         statements = [dataclasses.replace(one, key=RENAMED.get(one.key, one.key)) for one in statements]
     macros = {statement.key: statement for statement in statements if statement.is_macro}
     fields = bindable_fields()
-    used: set[str] = set()
+    resolved: dict[str, Any] = {}
     bound = {}
     for statement in statements:
         if statement.is_macro:
             continue
         field = _field_of(statement, fields)
-        value = _resolve(statement.value, statement.where, macros, used, ())
+        value = _resolve(statement.value, statement.where, macros, resolved, ())
         try:
             value = conform(value, field.hint)
         except TypeError:
-            message = f"{statement.key} = {value!r}: expected {describe(field.hint)}{_nearest(value, field.hint)}"
+            message = f"{statement.key} = {shown(value)}: expected {describe(field.hint)}{_nearest(value, field.hint)}"
             raise ConfigError(f"{statement.where}: {message}") from None
+        except ValueError as error:
+            raise ConfigError(f"{statement.where}: {statement.key} = {shown(value)}: {error}") from None
         bound[statement.key] = dataclasses.replace(statement, value=value)
-    for name in [name for name in macros if name not in used]:
+    for name in [name for name in macros if name not in resolved]:
         targets = [key for key, field in fields.items() if field.name == name]
-        close = _suggest(targets) or _did_you_mean(name, fields)
+        close = _suggest(targets) or did_you_mean(name, fields)
         raise ConfigError(f"{macros[name].where}: no binding uses the macro {name!r}{close}")
     return bound
 
@@ -312,33 +327,36 @@ def _field_of(statement: _Statement, fields: dict[str, Field]) -> Field:
     cls = next((cls for cls in config_classes() if cls.__name__ == owner), None)
     elsewhere = [key for key, field in fields.items() if field.name == field_name]
     if cls is None:
-        close = _suggest(elsewhere) or _did_you_mean(name, fields)
+        close = _suggest(elsewhere) or did_you_mean(name, fields)
         complaint = f"no config is called {owner!r}{close or f'; there are {_config_names()}'}"
     elif _is_config(inner := typing.get_type_hints(cls).get(field_name)):
         complaint = f"{name} is put together from the fields of {inner.__name__}: bind those"
     elif name not in fields:
         own = [field.name for field in fields.values() if field.owner is cls]
-        complaint = f"{owner} has no field {field_name!r}{_did_you_mean(field_name, own) or _suggest(elsewhere)}"
+        complaint = f"{owner} has no field {field_name!r}{did_you_mean(field_name, own) or _suggest(elsewhere)}"
     else:
         complaint = f"nothing is built in the scope {scope!r}, so {key} would bind nothing{_suggest([name])}"
     raise ConfigError(f"{statement.where}: {complaint}")
 
 
-def _resolve(value: Any, where: str, macros: dict[str, _Statement], used: set[str], trail: tuple[str, ...]) -> Any:
-    """`value` with the macros in it replaced by what they stand for; their names are added to `used`."""
+def _resolve(
+    value: Any, where: str, macros: dict[str, _Statement], resolved: dict[str, Any], trail: tuple[str, ...]
+) -> Any:
+    """`value` with the macros in it replaced by what they stand for, which is added to `resolved`, each once."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_resolve(item, where, macros, used, trail) for item in value)
+        return type(value)(_resolve(item, where, macros, resolved, trail) for item in value)
     if isinstance(value, _Reference):
         raise ConfigError(f"{where}: {value!r}: fields hold plain values, not functions")
     if not isinstance(value, _Macro):
         return value
     if value.name not in macros:
-        raise ConfigError(f"{where}: no macro is called {value.name!r}{_did_you_mean(value.name, macros)}")
+        raise ConfigError(f"{where}: no macro is called {value.name!r}{did_you_mean(value.name, macros)}")
     if value.name in trail:
         raise ConfigError(f"{where}: the macro {value.name!r} is defined by itself")
-    used.add(value.name)
-    macro = macros[value.name]
-    return _resolve(macro.value, macro.where, macros, used, (*trail, value.name))
+    if value.name not in resolved:
+        macro = macros[value.name]
+        resolved[value.name] = _resolve(macro.value, macro.where, macros, resolved, (*trail, value.name))
+    return resolved[value.name]
 
 
 # Composing: one value per field -> the dataclasses, and back.
@@ -378,7 +396,7 @@ def _located(error: ConfigError, bound: dict[str, _Statement]) -> ConfigError:
     return ConfigError(f"{bound[key].where}: {error}") if key in bound else error
 
 
-def _did_you_mean(name: str, candidates: Iterable[str]) -> str:
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """`; did you mean 'X'?` for the candidate that `name` looks like, if there is one."""
     by_lower = {str(candidate).lower(): str(candidate) for candidate in candidates}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
@@ -389,12 +407,12 @@ def _nearest(value: Any, hint: Any) -> str:
     """A suggestion for a misspelt choice, or for a tuple of one that was written without its comma."""
     try:
         return _suggest([conform((value,), hint)])
-    except TypeError:
-        return _did_you_mean(value, get_args(hint)) if isinstance(value, str) else ""
+    except (TypeError, ValueError):
+        return did_you_mean(value, get_args(hint)) if isinstance(value, str) else ""
 
 
 def _suggest(candidates: Sequence[Any]) -> str:
-    return f"; did you mean {' or '.join(map(repr, candidates))}?" if candidates else ""
+    return f"; did you mean {' or '.join(map(shown, candidates))}?" if candidates else ""
 
 
 def _config_names() -> str:

@@ -13,12 +13,12 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from flax import nnx
 
-from aamoe_jax.config import ConfigError, ExperimentConfig
+from aamoe_jax.config import ConfigError, ExperimentConfig, shown
 from aamoe_jax.cost import parameter_count
 from aamoe_jax.markdown import table
 from aamoe_jax.model import LanguageModel
 from aamoe_jax.preflight.closed_form import spent_flops
-from experiments.binding import bindable_fields, rebound
+from experiments.binding import bindable_fields, did_you_mean, rebound
 
 Equal = Literal["flops", "parameters"]
 Number = Any
@@ -89,7 +89,8 @@ def _kind(field: str) -> type[int] | type[float]:
     """Of the numbers that the field takes."""
     fields = bindable_fields()
     if field not in fields:
-        raise ConfigError(f"no field is called {field!r}; `aamoe config show` lists all")
+        close = did_you_mean(field, fields) or "; `aamoe config show` lists all"
+        raise ConfigError(f"no field is called {shown(field)}{close}")
     hints = {fields[field].hint, *get_args(fields[field].hint)}
     if not hints & {int, float}:
         raise ConfigError(f"{field} is no number: nothing can be found along it")

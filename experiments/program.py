@@ -1,28 +1,87 @@
-"""What the programs of experiments and of benchmarks share: inputs that are flags, and reports with their command."""
+"""What all programs share: inputs that are flags, errors that are one line, and reports with their command."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, logging
+from absl import app, flags, logging
+
+from aamoe_jax.config import ConfigError
+
+LONGEST = 600
+"""Characters of an error that are shown."""
 
 
 def start(define_flags: Callable[[], None], main: Callable[[], int | None]) -> None:
     """`absl.app.run` of a program whose every input is a flag."""
 
     def checked(argv: list[str]) -> int | None:
-        if len(argv) > 1:
-            raise app.UsageError(f"unknown argument {argv[1]!r}; inputs are given as --flag=value")
-        logging.set_verbosity(logging.WARNING)  # TFDS and Orbax report every file
+        refuse_arguments(argv)
         return main()
 
     define_flags()
-    app.run(checked)
+    run(checked)
+
+
+def run(main: Callable[[list[str]], Any]) -> None:
+    """`absl.app.run(main)`, but flags that do not fit, a UsageError, a ConfigError and a file that cannot be used end
+    the program with one line on stderr and exit code 1."""
+
+    def guarded(argv: list[str]) -> Any:
+        logging.set_verbosity(logging.WARNING)  # libraries report every file that they read
+        try:
+            return main(argv)
+        except (ConfigError, app.UsageError) as error:
+            print(f"error: {shorten(str(error))}", file=sys.stderr)
+            return 1
+        except BrokenPipeError:
+            # Whoever read our output has seen enough, as in `... | head`; the last flush must not complain either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except OSError as error:
+            if error.filename is None:
+                raise
+            print(f"error: {shorten(f'{error.strerror}: {error.filename}')}", file=sys.stderr)
+            return 1
+
+    app.run(guarded, flags_parser=_parse_flags)
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        print(f"error: {shorten(describe_flag_error(error))}", file=sys.stderr)
+        sys.exit(1)
+
+
+def describe_flag_error(error: flags.Error) -> str:
+    """What is wrong with the flags, and what a flag that is missing is for."""
+    missing = re.match(r"flag --(\w+)=None: Flag --\w+ must have a value other than None", str(error))
+    if missing:
+        return f"--{missing[1]} is missing: {flags.FLAGS[missing[1]].help.splitlines()[0].rstrip(';')}"
+    return f"{' '.join(str(error).split()).rstrip('.')}; see --help"
+
+
+def shorten(message: str) -> str:
+    """A message as a terminal can show it, without its middle if it is very long: the field stands at its start, what
+    to do at its end."""
+    message = "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in message)
+    half = LONGEST // 2 - 3
+    return message if len(message) <= LONGEST else f"{message[:half]} ... {message[-half:]}"
+
+
+def refuse_arguments(argv: list[str]) -> None:
+    """Every input is a flag: a stray word is a typing slip, and is not ignored."""
+    if len(argv) > 1:
+        raise ConfigError(f"unknown argument {argv[1]!r}: inputs are given as --flag=value; see --help")
 
 
 def command_line(module: str) -> str:

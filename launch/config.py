@@ -23,7 +23,15 @@ from absl import app, flags
 
 from aamoe_jax.config import ConfigError
 from aamoe_jax.registry import MIXERS
-from experiments.binding import bindable_fields, config_classes, describe, differences, load_experiment, operative_gin
+from experiments.binding import (
+    bindable_fields,
+    config_classes,
+    describe,
+    did_you_mean,
+    differences,
+    load_experiment,
+    operative_gin,
+)
 from launch.program import define_experiment_flags, experiment_from_flags, run
 
 
@@ -57,7 +65,9 @@ def show(names: Sequence[str]) -> str:
         lines = [f"  {entry.name}: {entry.summary}" for entry in mixers]
         sections.append("\n".join(["Mixers, the names that ModelConfig.pattern may contain:", *lines]))
     if not sections:
-        raise ConfigError(f"no config, no field and no mixer is called {' or '.join(names)}")
+        known = [name for field in bindable_fields().values() for name in (field.owner.__name__, field.name)]
+        close = did_you_mean(names[0], [*known, *MIXERS]) or "; `show` alone lists all"
+        raise ConfigError(f"no config, no field and no mixer is called {' or '.join(names)}{close}")
     return "\n\n".join(sections)
 
 

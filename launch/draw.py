@@ -39,12 +39,15 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics of a run, under the names that the pictures know: figures per layer at the top, validation apart."""
     if not (run_dir / FILE).is_file():
         raise ConfigError(f"--run_dir={run_dir}: there is no {FILE}; train first, with aamoe train")
-    return [
+    records = [
         {"step": record["step"], "validation_bits_per_byte": record.get("bits_per_byte")}
         if record["kind"] == "validation"
         else record | record.get("layers", {})
         for record in read_metrics(run_dir)
     ]
+    if not any("bits_per_byte" in record for record in records):
+        raise ConfigError(f"--run_dir={run_dir}: {FILE} has no step of training yet; go on with aamoe train")
+    return records
 
 
 def spent_on_passage(

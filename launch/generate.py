@@ -33,9 +33,13 @@ def define_flags() -> None:
     flags.DEFINE_enum("which", "latest", ["latest", "best"], "Of a run: the newest, or that of the best validation.")
     flags.DEFINE_multi_string("prompt", [], "Text to continue. Repeat it to continue several together.")
     flags.DEFINE_multi_string("prompt_file", [], "File whose bytes are to be continued; - reads standard input.")
-    flags.DEFINE_integer("tokens", 200, "Most tokens to add to each.", lower_bound=1)
+    flags.DEFINE_integer("tokens", 200, "Most tokens to add to each.", lower_bound=1, upper_bound=2**20)
     flags.DEFINE_integer(
-        "cache", None, "Length of the cache in tokens, prompt included; as many as needed if not given."
+        "cache",
+        None,
+        "Length of the cache in tokens, prompt included; as many as needed if not given.",
+        lower_bound=1,
+        upper_bound=2**20,
     )
     flags.DEFINE_float("temperature", DEFAULT_SAMPLING.temperature, "0: always the most probable token.")
     flags.DEFINE_integer("top_k", None, "Draw from the k most probable tokens alone.")

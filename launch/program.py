@@ -1,4 +1,4 @@
-"""What every program shares: the flags that choose an experiment, and errors that are one line.
+"""What the programs here share beside experiments/program.py: the flags that choose an experiment, and imports.
 
 if __name__ == "__main__":
     define_experiment_flags()   # in programs that take an experiment
@@ -8,18 +8,21 @@ if __name__ == "__main__":
 from __future__ import annotations
 
 import dataclasses
-import os
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags, logging
+from absl import flags
 
-from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig
+from aamoe_jax.config import DataConfig, ExperimentConfig
 from aamoe_jax.extensions import import_mixers
+from experiments import program as shared
 from experiments.binding import load_experiment
+from experiments.program import command_line as command_line
+from experiments.program import describe_flag_error as describe_flag_error
+from experiments.program import refuse_arguments as refuse_arguments
+from experiments.program import shorten as shorten
 
 
 def define_experiment_flags() -> None:
@@ -57,12 +60,6 @@ def experiment_from_flags() -> ExperimentConfig:
     return load_experiment(flags.FLAGS.gin_file, flags.FLAGS.gin_param)
 
 
-def refuse_arguments(argv: list[str]) -> None:
-    """Every input is a flag: a stray word is a typing slip, and is not ignored."""
-    if len(argv) > 1:
-        raise ConfigError(f"unknown argument {argv[1]!r}: inputs are given as --flag=value; see --help")
-
-
 def data_config(config: ExperimentConfig, data_dir: str | None) -> DataConfig:
     """The run's data, looked for in `data_dir` where that is given."""
     return config.data if data_dir is None else dataclasses.replace(config.data, data_dir=data_dir)
@@ -74,11 +71,6 @@ def run_folder(checkpoint: str) -> Path:
     return next((folder for folder in (path, *path.parents) if (folder / "checkpoints").is_dir()), path)
 
 
-def command_line(module: str) -> str:
-    """What was typed, for reports."""
-    return shlex.join(["python", "-m", module, *sys.argv[1:]])
-
-
 def write(output: str | Path, text: str) -> None:
     """Writes a result, into a folder that is made if it is missing, and says where."""
     Path(output).parent.mkdir(parents=True, exist_ok=True)
@@ -87,20 +79,11 @@ def write(output: str | Path, text: str) -> None:
 
 
 def run(main: Callable[[list[str]], Any]) -> None:
-    """`absl.app.run(main)`, but a ConfigError ends the program with one line on stderr and exit code 1."""
+    """`experiments.program.run(main)`, after the imports of --import."""
 
-    def guarded(argv: list[str]) -> Any:
-        logging.set_verbosity(logging.WARNING)  # libraries report every file that they read
-        try:
-            for name in flags.FLAGS["import"].value or () if "import" in flags.FLAGS else ():
-                import_mixers(name)
-            return main(argv)
-        except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        except BrokenPipeError:
-            # Whoever read our output has seen enough, as in `... | head`; the last flush must not complain either.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+    def importing(argv: list[str]) -> Any:
+        for name in flags.FLAGS["import"].value or () if "import" in flags.FLAGS else ():
+            import_mixers(name)
+        return main(argv)
 
-    app.run(guarded)
+    shared.run(importing)

@@ -42,7 +42,7 @@ from aamoe_jax.training.loop import DivergedError, Result, train
 from aamoe_jax.training.metrics import read_metrics
 from aamoe_jax.training.profile import ProfileWindow
 from experiments.binding import operative_gin
-from launch.program import define_experiment_flags, experiment_from_flags, refuse_arguments, run
+from launch.program import define_experiment_flags, experiment_from_flags, refuse_arguments, run, shorten
 
 EXIT_REFUSED = 1
 EXIT_DIVERGED = 3
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
         print("ended by SIGINT; the same command goes on from the newest checkpoint", file=sys.stderr)
         distributed.leave_at_once(EXIT_SIGNAL + signal.SIGINT)
     except (DivergedError, WrongBitsError, ConfigError) as error:
-        print(f"error: {distributed.this_process()}{error}", file=sys.stderr)
+        print(f"error: {shorten(f'{distributed.this_process()}{error}')}", file=sys.stderr)
         code = next(code for kind, code in EXITS.items() if isinstance(error, kind))
     except Exception as error:
         if distributed.is_loss(error):

@@ -110,7 +110,7 @@ def load_checkpoint(
 
 def find_checkpoint(path: Path, which: Which = "latest") -> Path:
     """The folder of one checkpoint, given that of a run, of its checkpoints, or of itself."""
-    if path.name.isdecimal() and (path / "meta").is_dir():
+    if path.name.isascii() and path.name.isdecimal() and (path / "meta").is_dir():
         return path
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     steps = saved_steps(folder)
@@ -126,7 +126,9 @@ def find_checkpoint(path: Path, which: Which = "latest") -> Path:
 
 def saved_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in a folder, oldest first."""
-    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal() and path.is_dir())
+    return sorted(
+        int(path.name) for path in folder.glob("*") if path.name.isascii() and path.name.isdecimal() and path.is_dir()
+    )
 
 
 def read_meta(directory: Path) -> Meta:

@@ -27,7 +27,7 @@ def check(job: Job, devices: int) -> None:
         try:
             words = flags.FLAGS([job.program, *job.arguments])
         except flags.Error as error:
-            raise ConfigError(f"{job.program}: {error}") from error
+            raise ConfigError(f"{job.program}: {program.describe_flag_error(error)}") from error
         program.refuse_arguments(words)
         if "gin_file" not in flags.FLAGS:
             return

@@ -170,7 +170,7 @@ class TestTypes:
     @pytest.mark.parametrize(
         ("binding", "complaint"),
         [
-            ("ModelConfig.d_model = 3.0", "ModelConfig.d_model = 3.0: expected int"),
+            ("ModelConfig.d_model = 3.5", "ModelConfig.d_model = 3.5: expected int"),
             ("ModelConfig.d_model = True", "ModelConfig.d_model = True: expected int"),
             ("ModelConfig.d_model = None", "ModelConfig.d_model = None: expected int"),
             ("ModelConfig.norm = 'rsm'", "ModelConfig.norm = 'rsm': expected 'rms' | 'layer'; did you mean 'rms'?"),
@@ -210,7 +210,7 @@ class TestTypes:
             assert "typing" not in describe(field.hint)
 
     def test_unequal_types_are_told_apart(self):
-        for value, hint in [(1, bool), (True, int), (1.0, int), ("1", float), (None, int), ((1,), tuple[int, int])]:
+        for value, hint in [(1, bool), (True, int), (1.5, int), ("1", float), (None, int), ((1,), tuple[int, int])]:
             with pytest.raises(TypeError):
                 conform(value, hint)
 

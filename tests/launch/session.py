@@ -11,13 +11,18 @@ from typing import NamedTuple
 
 SESSION = """
 import contextlib, importlib, io, json, sys
+from absl import flags
 from absl.testing import flagsaver
 from launch import program
 
-called = importlib.import_module(f"launch.{sys.argv[1]}")
-called.define_flags()
-outcomes = []
-for arguments in json.load(sys.stdin):
+outcomes, last = [], None
+for name, arguments in json.load(sys.stdin):
+    if name != last:
+        called, last = importlib.import_module(f"launch.{name}"), name
+        modules = flags.FLAGS.flags_by_module_dict().items()
+        for flag in [flag for module, found in modules if not module.startswith("absl.") for flag in found]:
+            delattr(flags.FLAGS, flag.name)
+        vars(called).get("define_flags", program.define_experiment_flags)()
     sys.argv = [called.__name__, *arguments]
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     code = None
@@ -41,9 +46,14 @@ class Outcome(NamedTuple):
 
 def calls(program: str, arguments: Sequence[Sequence[str]], **environment: str) -> list[Outcome]:
     """Outcomes of `python -m launch.PROGRAM` with these arguments each, one after the other."""
+    return calls_of([(program, each) for each in arguments], **environment)
+
+
+def calls_of(programs: Sequence[tuple[str, Sequence[str]]], **environment: str) -> list[Outcome]:
+    """The same of several programs, each with its arguments."""
     done = subprocess.run(
-        [sys.executable, "-c", SESSION, program],
-        input=json.dumps([list(each) for each in arguments]),
+        [sys.executable, "-c", SESSION],
+        input=json.dumps([(program, list(arguments)) for program, arguments in programs]),
         env=os.environ | environment,
         capture_output=True,
         text=True,

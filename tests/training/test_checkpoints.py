@@ -410,3 +410,10 @@ class TestSameExperiment:
         with store_in(tmp_path) as store:
             assert int(restore_newest(store, state_at(0), CONFIG, DATASETS)[0].step) == 1
         assert "jax 0.0.1 ->" in capsys.readouterr().err
+
+
+def test_folders_with_digits_of_other_scripts_are_no_checkpoints(tmp_path):
+    for name in ("3", "٣", "²", "x"):
+        (tmp_path / name / "meta").mkdir(parents=True)
+    assert saved_steps(tmp_path) == [3]
+    assert find_checkpoint(tmp_path).name == "3"
