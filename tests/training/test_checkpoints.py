@@ -29,6 +29,7 @@ from aamoe_jax.training.checkpoints import (
     fingerprints,
     load_checkpoint,
     read_meta,
+    saved_steps,
 )
 from aamoe_jax.training.metrics import FILE
 from aamoe_jax.training.optimizer import build_optimizer
