@@ -16,7 +16,7 @@ on() { gcloud compute tpus tpu-vm ssh mine --project=my-project --zone=us-east5-
 worst() {
   local codes code
   codes=$(cat)
-  for code in 6 1 3 130 4 137 134 139 143 5 0; do
+  for code in 6 1 3 130 4 7 8 70 137 134 139 143 5 0; do
     if grep -qx "$code" <<<"$codes"; then return "$code"; fi
   done
   return 5

@@ -22,7 +22,7 @@ else
   --docker-image=gcr.io/p/i \
   --storage=shared \
   --max-restarts=3 \
-  --restart-on-exit-codes=4,5 \
+  --restart-on-exit-codes=4,5,7,8,70 \
   --termination-grace-period-seconds=600 \
   '--command=cd /opt/aamoe_jax && export JAX_PLATFORMS=tpu && python3 -m launch.cluster.probe --devices=4 --run_dir=/mnt/shared/runs/mine --min_free_gib=20'
 fi
@@ -31,7 +31,7 @@ fi
 worst() {
   local codes code
   codes=$(cat)
-  for code in 6 1 3 130 4 137 134 139 143 5 0; do
+  for code in 6 1 3 130 4 7 8 70 137 134 139 143 5 0; do
     if grep -qx "$code" <<<"$codes"; then return "$code"; fi
   done
   return 5
