@@ -5,7 +5,8 @@
 A scenario is a run that is started one to three times, each time on random processes and devices, and disturbed: by a
 signal, a kill, a freeze, a full disk, a file that cannot be read or is torn, or a second run in its folder. Then it is
 started once more and left alone. Its metrics and its last checkpoint must be those of a run that nothing disturbed,
-to the last bit where all of its meshes had as many devices. Writes OUTPUT.md; ends with 1 if a scenario failed.
+to the last bit where all of its meshes had as many devices. Writes OUTPUT.md after every scenario; ends with 1 if one
+failed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +42,7 @@ FLAGS = flags.FLAGS
 EXIT_REFUSED, EXIT_NOT_SAVED, EXIT_IN_USE, EXIT_SIGNAL = 1, 4, 7, 128
 """Exit codes of launch.train. A signal's number is added to the last."""
 UNBROKEN = Layout(1, 4)
-SAME_MESH = (Layout(1, 4), Layout(2, 2))
+SAME_MESH = (Layout(1, 4), Layout(1, 4), Layout(2, 2))
 OTHER_MESHES = (Layout(1, 1), Layout(2, 1), Layout(1, 2))
 OTHER_MESH_SHARE = 0.15
 """Of the starts, so many are on another mesh."""
@@ -327,13 +328,13 @@ def _require_no_orphan(run_dir: Path) -> None:
             raise FailedError(f"process {process.pid} is left")
 
 
-def report(command: str, outcomes: Sequence[Outcome], seed: int) -> str:
+def report(command: str, outcomes: Mapping[int, Outcome]) -> str:
     """The log of the drill as Markdown."""
-    verdicts = collections.Counter(outcome.verdict.split(":")[0] for outcome in outcomes)
-    stops = [seconds for outcome in outcomes for seconds in outcome.stops] or [0.0]
+    verdicts = collections.Counter(outcome.verdict.split(":")[0] for outcome in outcomes.values())
+    stops = [seconds for outcome in outcomes.values() for seconds in outcome.stops] or [0.0]
     rows = [
         [number, outcome.starts, " ".join(f"{seconds:.1f}" for seconds in outcome.stops), outcome.verdict]
-        for number, outcome in enumerate(outcomes, seed)
+        for number, outcome in outcomes.items()
     ]
     parts = [
         "# Runs that have bad days",
@@ -358,22 +359,29 @@ def drill(
     *,
     at_once: int = 1,
     most_starts: int = 3,
-    told: Callable[[str], None] = print,
-) -> list[Outcome]:
-    """The unbroken run, then all scenarios, each with a seed of its own, and `at_once` of them side by side."""
+    done: Callable[[dict[int, Outcome]], None] = lambda outcomes: None,
+) -> dict[int, Outcome]:
+    """The unbroken run, then all scenarios, each with a seed of its own, and `at_once` of them side by side.
+
+    Args:
+      done: is given all outcomes so far after each, by seed.
+    """
     unbroken = work_dir / "unbroken"
     with Job(unbroken, arguments, UNBROKEN) as job:
         _require(set(job.wait(300)) == {0}, "the unbroken run failed", job)
 
-    def one(seed: int) -> Outcome:
+    def one(seed: int) -> tuple[int, Outcome]:
         run_dir = work_dir / f"scenario_{seed}"
         outcome = play(run_dir, unbroken, arguments, steps, random.Random(seed), most_starts)
-        told(f"{seed}: {outcome.starts}: {outcome.verdict}\n{outcome.detail}".rstrip())
         shutil.rmtree(run_dir, ignore_errors=True)
-        return outcome
+        return seed, outcome
 
+    outcomes = {}
     with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(one, seeds))
+        for seed, outcome in pool.map(one, seeds):
+            outcomes[seed] = outcome
+            done(outcomes)
+    return outcomes
 
 
 def define_flags() -> None:
@@ -399,21 +407,18 @@ def main() -> int:
     ensure_prepared(load_experiment([FLAGS.gin_file], params).data)
     arguments = [f"--gin_file={FLAGS.gin_file}", *(f"--gin_param={param}" for param in params)]
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    path, command = Path(f"{FLAGS.output}.md"), command_line("experiments.drill")
+
+    def done(outcomes: dict[int, Outcome]) -> None:
+        seed, last = list(outcomes.items())[-1]
+        print(f"{seed}: {last.starts}: {last.verdict}\n{last.detail}".rstrip(), flush=True)
+        path.write_text(report(command, outcomes), encoding="utf-8")
+
     seeds = range(FLAGS.seed, FLAGS.seed + FLAGS.scenarios)
     with tempfile.TemporaryDirectory(prefix="drill.") as folder:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(folder) / "cache"))  # a layout is compiled once
-        outcomes = drill(
-            Path(folder),
-            arguments,
-            FLAGS.steps,
-            seeds,
-            at_once=FLAGS.at_once,
-            told=lambda text: print(text, flush=True),
-        )
-    path = Path(f"{FLAGS.output}.md")
-    path.write_text(report(command_line("experiments.drill"), outcomes, FLAGS.seed), encoding="utf-8")
-    print(path)
-    return int(any(outcome.verdict.startswith("FAILED") for outcome in outcomes))
+        outcomes = drill(Path(folder), arguments, FLAGS.steps, seeds, at_once=FLAGS.at_once, done=done)
+    return int(any(outcome.verdict.startswith("FAILED") for outcome in outcomes.values()))
 
 
 if __name__ == "__main__":

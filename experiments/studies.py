@@ -166,7 +166,7 @@ STUDIES: Mapping[str, Study] = {
             "without convolution": stack("aamoe", "AAMoEConfig.key_convolution = False"),
             # The router's own parameters come on top: it has no feed-forward that could give way.
             "learned router": stack("aamoe", *LEARNED)._replace(matched=False),
-            "dense": stack("parallel"),
+            "dense, parallel": stack("parallel"),
             "dense, one after the other": stack(STANDARD),
             # Attention over all earlier tokens, by a layer that can afford every chunk; rows of up to 32 chunks.
             "dense, with convolution": stack(
@@ -183,7 +183,8 @@ STUDIES: Mapping[str, Study] = {
         [
             Claim("ranking by pooled keys is better than by a learned router", "without convolution", "learned router"),
             Claim("keys should know the tokens before theirs", "AA-MoE", "without convolution"),
-            Claim("AA-MoE is better than a dense stack of its size", "AA-MoE", "dense"),
+            Claim("AA-MoE is better than a parallel stack of its size", "AA-MoE", "dense, parallel"),
+            Claim("AA-MoE is better than an ordinary transformer", "AA-MoE", "dense, one after the other"),
             Claim("the convolution helps dense attention too", "dense, with convolution", "dense, one after the other"),
             Claim("AA-MoE is better than that", "AA-MoE", "dense, with convolution"),
             Claim("tokens should not all get the same", "AA-MoE", "uniform budgets"),

@@ -11,7 +11,6 @@ import pytest
 from aamoe_jax.training.checkpoints import saved_steps
 from aamoe_jax.training.metrics import FILE
 from experiments import drill
-from experiments.jobs import Layout
 from launch import train
 from tests.training.helpers import tiny_data
 
@@ -39,7 +38,7 @@ SCENARIOS = 10
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory) -> tuple[Path, list[drill.Outcome]]:
+def played(tmp_path_factory) -> tuple[Path, dict[int, drill.Outcome]]:
     """The folder of the run that nothing disturbed, and what became of ten that were, two at a time."""
     folder = tmp_path_factory.mktemp("drill")
     data = tiny_data(folder / "data")
@@ -47,7 +46,6 @@ def played(tmp_path_factory) -> tuple[Path, list[drill.Outcome]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder / "cache"))
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        patch.setattr(drill, "SAME_MESH", (Layout(1, 4), Layout(1, 4), Layout(2, 2)))
         arguments = [f"--gin_file={folder / 'tiny.gin'}"]
         outcomes = drill.drill(folder, arguments, STEPS, range(SCENARIOS), at_once=2, most_starts=2)
     return folder / "unbroken", outcomes
