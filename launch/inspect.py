@@ -37,7 +37,11 @@ def define_flags() -> None:
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_string("text", None, "File that holds the passage; - reads standard input.")
     flags.DEFINE_bool("copies", False, "Measure repeated against new tokens of a held-out split instead.")
-    flags.DEFINE_bool("maps", False, "With --text: print the indicators of all attention maps, and write no page.")
+    flags.DEFINE_bool(
+        "maps",
+        False,
+        "With --text, for stacks whose layers compute full attention maps: their indicators, and no page.",
+    )
     flags.DEFINE_integer("tokens", None, "Most tokens shown; a row of training if not given.", lower_bound=1)
     flags.DEFINE_float("budget_scale", 1.0, "Multiplies the budget of every token.")
     flags.DEFINE_string("output", None, "File to write; inside the run folder if not given.")

@@ -403,7 +403,13 @@ def _opening(config: ExperimentConfig, like: TrainState, start: int) -> str:
     devices = jax.devices()
     hosts = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     begins = f"resuming at step {start}" if start else "starting"
+    kernel, platform = config.model.kernel or "", devices[0].platform
+    foreign = kernel.startswith("pallas_") and not kernel.startswith(f"pallas_{platform}")
+    warning = (
+        f"warning: ModelConfig.kernel = {kernel!r} is slow on a {platform}, where it is only tested; leave it out\n"
+    )
     return (
-        f"{begins}: {parameter_count(like.params):,} parameters, {config.training.batch_size} x "
-        f"{config.data.seq_len} tokens per step, {len(devices)} x {devices[0].device_kind}{hosts}"
+        f"{warning if foreign else ''}{begins}: {parameter_count(like.params):,} parameters, "
+        f"{config.training.batch_size} x {config.data.seq_len} tokens per step, {len(devices)} x "
+        f"{devices[0].device_kind}{hosts}"
     )

@@ -18,7 +18,7 @@ from aamoe_jax.config import ConfigError, DataConfig
 from aamoe_jax.training.checkpoints import CheckpointStore, InUseError, read_meta, saved_steps
 from aamoe_jax.training.goodput import Attempts, Stopwatch
 from aamoe_jax.training.interrupt import Interrupt, StoppedEarly
-from aamoe_jax.training.loop import DivergedError, Recorder, Run, run_steps, train
+from aamoe_jax.training.loop import DivergedError, Recorder, Run, _opening, run_steps, train
 from aamoe_jax.training.metrics import Clock, MetricsLog, read_metrics
 from aamoe_jax.training.owner import Owner
 from aamoe_jax.training.profile import Profiler, ProfileWindow
@@ -179,6 +179,14 @@ class TestTrain:
         first = train(config, tmp_path / "run")
         monkeypatch.setattr("aamoe_jax.training.loop.compile_step", None)
         assert train(config, tmp_path / "run") == first
+
+    @pytest.mark.parametrize(
+        ("kernel", "warns"), [("pallas_gpu", True), ("pallas_tpu", True), ("xla", False), (None, False)]
+    )
+    def test_a_kernel_of_another_device_is_warned_of(self, kernel, warns):
+        state = TrainState(jnp.int32(0), {}, {}, jax.random.key(0), jnp.zeros(0))
+        said = _opening(replace(CONFIG, "model", kernel=kernel), state, 0)
+        assert said.startswith("warning: ModelConfig.kernel = 'pallas_") == warns
 
     @pytest.mark.parametrize("address", ["gs://bucket/run", "s3://bucket/run", Path("gs://bucket/run")])
     def test_a_bucket_is_refused(self, tmp_path, monkeypatch, address):
