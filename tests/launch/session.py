@@ -20,7 +20,7 @@ for name, arguments in json.load(sys.stdin):
     if name != last:
         called, last = importlib.import_module(f"launch.{name}"), name
         modules = flags.FLAGS.flags_by_module_dict().items()
-        for flag in [flag for module, found in modules if not module.startswith("absl.") for flag in found]:
+        for flag in [flag for module, found in modules if module.startswith("launch.") for flag in found]:
             delattr(flags.FLAGS, flag.name)
         vars(called).get("define_flags", program.define_experiment_flags)()
     sys.argv = [called.__name__, *arguments]
