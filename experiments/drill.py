@@ -5,13 +5,14 @@
 A scenario is a run that is started one to three times, each time on random processes and devices, and disturbed: by a
 signal, a kill, a freeze, a full disk, a file that cannot be read or is torn, or a second run in its folder. Then it is
 started once more and left alone. Its metrics and its last checkpoint must be those of a run that nothing disturbed,
-to the last bit where all of its meshes had as many devices. Writes OUTPUT.md after every scenario; ends with 1 if one
-failed.
+to the last bit where all of its meshes had as many devices. Writes OUTPUT.json and OUTPUT.md after every scenario, and
+goes on there when it is started again; ends with 1 if a scenario failed.
 """
 
 from __future__ import annotations
 
 import collections
+import json
 import os
 import random
 import resource
@@ -28,7 +29,9 @@ from typing import NamedTuple
 import psutil
 from absl import flags
 
+from aamoe_jax.config import ConfigError
 from aamoe_jax.data import ensure_prepared
+from aamoe_jax.files import write_whole
 from aamoe_jax.training.checkpoints import FOLDER, find_checkpoint, read_meta, saved_steps
 from aamoe_jax.training.distributed import EXIT_LOST
 from aamoe_jax.training.metrics import FILE, read_metrics
@@ -359,12 +362,12 @@ def drill(
     *,
     at_once: int = 1,
     most_starts: int = 3,
-    done: Callable[[dict[int, Outcome]], None] = lambda outcomes: None,
+    done: Callable[[int, Outcome], None] = lambda seed, outcome: None,
 ) -> dict[int, Outcome]:
     """The unbroken run, then all scenarios, each with a seed of its own, and `at_once` of them side by side.
 
     Args:
-      done: is given all outcomes so far after each, by seed.
+      done: is told of each, in their order.
     """
     unbroken = work_dir / "unbroken"
     with Job(unbroken, arguments, UNBROKEN) as job:
@@ -380,8 +383,37 @@ def drill(
     with ThreadPoolExecutor(at_once) as pool:
         for seed, outcome in pool.map(one, seeds):
             outcomes[seed] = outcome
-            done(outcomes)
+            done(seed, outcome)
     return outcomes
+
+
+class Log:
+    """The outcomes so far, in a file that the same command goes on with after an interruption.
+
+    Args:
+      path: without its suffix.
+      params: the bindings of the runs.
+
+    Raises:
+      ConfigError: the file is of other runs.
+    """
+
+    def __init__(self, path: Path, params: Sequence[str]):
+        self._path, self._params = path, list(params)
+        self.outcomes: dict[int, Outcome] = {}
+        if path.with_suffix(".json").exists():
+            held = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+            if held["params"] != self._params:
+                raise ConfigError(f"--output={path}: its log is of other runs ({held['params']}); take another one")
+            self.outcomes = {int(seed): Outcome(**outcome) for seed, outcome in held["outcomes"].items()}
+
+    def add(self, seed: int, outcome: Outcome) -> None:
+        """Notes, prints and writes one more."""
+        self.outcomes[seed] = outcome
+        print(f"{seed}: {outcome.starts}: {outcome.verdict}\n{outcome.detail}".rstrip(), flush=True)
+        held = {"params": self._params, "outcomes": {seed: one._asdict() for seed, one in self.outcomes.items()}}
+        write_whole(self._path.with_suffix(".json"), json.dumps(held, indent=1) + "\n")
+        write_whole(self._path.with_suffix(".md"), report(command_line("experiments.drill"), self.outcomes))
 
 
 def define_flags() -> None:
@@ -392,7 +424,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("scenarios", 100, "How many runs are disturbed.", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "Of the first scenario; those after it have the next ones.")
     flags.DEFINE_integer("at_once", 1, "Scenarios side by side.", lower_bound=1)
-    flags.DEFINE_string("output", None, "Path of the log, without its .md.", required=True)
+    flags.DEFINE_string("output", None, "Path of the log, without its suffix.", required=True)
 
 
 def main() -> int:
@@ -407,18 +439,12 @@ def main() -> int:
     ensure_prepared(load_experiment([FLAGS.gin_file], params).data)
     arguments = [f"--gin_file={FLAGS.gin_file}", *(f"--gin_param={param}" for param in params)]
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    path, command = Path(f"{FLAGS.output}.md"), command_line("experiments.drill")
-
-    def done(outcomes: dict[int, Outcome]) -> None:
-        seed, last = list(outcomes.items())[-1]
-        print(f"{seed}: {last.starts}: {last.verdict}\n{last.detail}".rstrip(), flush=True)
-        path.write_text(report(command, outcomes), encoding="utf-8")
-
-    seeds = range(FLAGS.seed, FLAGS.seed + FLAGS.scenarios)
+    log, seeds = Log(Path(FLAGS.output), params), range(FLAGS.seed, FLAGS.seed + FLAGS.scenarios)
+    left = [seed for seed in seeds if seed not in log.outcomes]
     with tempfile.TemporaryDirectory(prefix="drill.") as folder:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(folder) / "cache"))  # a layout is compiled once
-        outcomes = drill(Path(folder), arguments, FLAGS.steps, seeds, at_once=FLAGS.at_once, done=done)
-    return int(any(outcome.verdict.startswith("FAILED") for outcome in outcomes.values()))
+        drill(Path(folder), arguments, FLAGS.steps, left, at_once=FLAGS.at_once, done=log.add)
+    return int(any(outcome.verdict.startswith("FAILED") for outcome in log.outcomes.values()))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from aamoe_jax.config import ConfigError
 from aamoe_jax.training.checkpoints import saved_steps
 from aamoe_jax.training.metrics import FILE
 from experiments import drill
@@ -112,6 +113,23 @@ class TestCompare:
         shutil.rmtree(run / "checkpoints" / str(saved_steps(run / "checkpoints")[-1]))
         with pytest.raises(drill.FailedError, match="differ in bits"):
             self.judged(run, played)
+
+
+def test_the_log_goes_on_where_it_was(tmp_path, capsys):
+    outcomes = {
+        3: drill.Outcome("KILL on 1 x 4", [0.5], "equal"),
+        4: drill.Outcome("EIO on 1 x 4", [], "FAILED: x", "why"),
+    }
+    log = drill.Log(tmp_path / "drill", ["a = 1"])
+    for seed, outcome in outcomes.items():
+        log.add(seed, outcome)
+    assert drill.Log(tmp_path / "drill", ["a = 1"]).outcomes == outcomes
+    text = (tmp_path / "drill.md").read_text()
+    assert "2 scenarios: 1 FAILED, 1 equal" in text
+    assert "| 3 | KILL on 1 x 4 | 0.5 | equal |" in text
+    assert "4: EIO on 1 x 4: FAILED: x\nwhy" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="its log is of other runs"):
+        drill.Log(tmp_path / "drill", ["a = 2"])
 
 
 def test_exit_codes_are_those_of_the_program():
