@@ -209,16 +209,6 @@ class TestOwner:
         assert_equal_runs(folder, whole)
         assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in whole.iterdir())
 
-    def test_that_of_a_killed_run_is_taken_over(self, place, whole):
-        folder = place.folder / "killed"
-        with place.start("killed") as process:
-            wait_for(process, lambda: logged_steps(folder) >= 12)
-            process.kill()
-        code, _, err = place.run("killed")
-        assert code == 0, err
-        assert f"ended without releasing {folder}: taken over" in err
-        assert_equal_runs(folder, whole)
-
 
 class TestInterrupt:
     def test_while_it_compiles_there_is_nothing_to_save(self, place):
