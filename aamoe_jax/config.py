@@ -106,6 +106,9 @@ class BudgetConfig:
     """Price of an expert, where a chunk of context costs 1 (AA-39); at least 1, so that a budget bounds the pairs."""
     slack: int = 64
     """Pairs by which the running spend of a causal budget may exceed beta * i (the cap, decision 23)."""
+    warmup_steps: int = 0
+    """In training so many steps have budgets that are warmup_scale times as large; K_max stays as it is."""
+    warmup_scale: float = 4.0
 
     def __post_init__(self) -> None:
         betas = self.beta if isinstance(self.beta, tuple) else (self.beta,)
@@ -119,8 +122,19 @@ class BudgetConfig:
             refuse(self, "expert_price", "must be a number of at least 1")
         if self.expert_share is not None and self.expert_price != 1:
             refuse(self, "expert_price", "must be 1 where experts have a share of their own (expert_share)")
-        if self.slack < 0:
-            refuse(self, "slack", "must be at least 0")
+        for field in ("slack", "warmup_steps"):
+            if getattr(self, field) < 0:
+                refuse(self, field, "must be at least 0")
+        if not 1 <= self.warmup_scale < math.inf:
+            refuse(self, "warmup_scale", "must be a number of at least 1")
+
+    def at_step(self, step: int) -> BudgetConfig:
+        """The budgets that a step of training has, counted from 1."""
+        if step > self.warmup_steps:
+            return self
+        beta, scale = self.beta, self.warmup_scale
+        scaled = tuple(x * scale for x in beta) if isinstance(beta, tuple) else beta * scale
+        return dataclasses.replace(self, beta=scaled)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -462,6 +476,14 @@ class ExperimentConfig:
                 "document_align",
                 f"must be a multiple of AAMoEConfig.chunk_size = {chunk_size}: documents start at chunk boundaries",
             )
+
+    def at_step(self, step: int) -> ExperimentConfig:
+        """What a step of training computes, counted from 1: itself, or with the budgets of the warm-up."""
+        aamoe = self.model.aamoe
+        if step > aamoe.budget.warmup_steps:
+            return self
+        model = dataclasses.replace(self.model, aamoe=dataclasses.replace(aamoe, budget=aamoe.budget.at_step(step)))
+        return dataclasses.replace(self, model=model)
 
 
 def to_dict(config: Any) -> dict[str, Any]:

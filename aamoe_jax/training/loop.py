@@ -22,6 +22,7 @@ from aamoe_jax.cost import parameter_count
 from aamoe_jax.data import dataset_metadata, ensure_prepared, iterate, load_tokenizer, training_batches
 from aamoe_jax.data.batches import Batch
 from aamoe_jax.files import write_whole
+from aamoe_jax.model import structure
 from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import FOLDER, CheckpointStore, Meta, unanimous
 from aamoe_jax.training.device_check import Speed, speeds, step_twice, stragglers
@@ -65,7 +66,8 @@ class Run:
     datasets: dict[str, Any]
     placement: Placement
     batches: Iterator[Batch]
-    train_step: TrainStep
+    train_step: Callable[[int], TrainStep]
+    """Of the step with a number, compiled."""
     validate: Callable[[dict[str, Any], int], tuple[list[Record], float]]
     store: CheckpointStore
     recorder: Recorder
@@ -132,16 +134,15 @@ def train(
         attempts.begin(start)
         progress = stack.enter_context(Progress(start, training.steps))
         progress.say(_opening(config, setup.like, start))
+        train_step = functools.cache(functools.partial(compile_step, setup, progress))
         with stopwatch.during("compile"):
-            train_step = interrupt.before_steps(
-                lambda: compile_step(setup.step, setup.like, config, setup.placement, progress)
-            )
+            interrupt.before_steps(lambda: train_step(config.at_step(start + 1)))
         run = Run(
             config=config,
             datasets=setup.datasets,
             placement=setup.placement,
             batches=iterate(setup.batches, start),
-            train_step=train_step,
+            train_step=lambda step: train_step(config.at_step(step)),
             validate=setup.validate,
             store=store,
             recorder=Recorder(config, log, progress, store, Clock(stopwatch, start), skipped=meta.get("skipped", 0)),
@@ -168,7 +169,8 @@ class Setup(NamedTuple):
     """The state as shapes with shardings."""
     begin: Callable[[], TrainState]
     """The state at step 0."""
-    step: TrainStep
+    step: Callable[[ExperimentConfig], TrainStep]
+    """Of the experiment as it is at a step."""
     batches: Sequence[Batch]
     validate: Validation
 
@@ -189,7 +191,7 @@ def set_up(config: ExperimentConfig, stopwatch: Stopwatch) -> Setup:
         placement,
         like,
         functools.partial(initial_state, config.model, optimizer, training.seed, placement),
-        make_train_step(config, graphdef, optimizer, byte_lengths, placement),
+        lambda at: make_train_step(at, structure(at.model), optimizer, byte_lengths, placement),
         training_batches(
             config.data, batch_size=training.batch_size, seed=training.seed, shard_index=index, shard_count=count
         ),
@@ -217,6 +219,8 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
         goes_on = start < training.steps and agreement.allows(start + 1)
         while goes_on:
             step += 1
+            with run.stopwatch.during("compile"):
+                train_step = run.train_step(step)  # compiled already, but for the first one after the budgets' warm-up
             with run.watchdog.step(step):
                 with run.stopwatch.during("data"):
                     batch = next(run.batches)
@@ -224,9 +228,9 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
                 with jax.transfer_guard("disallow"):
                     device_batch = run.placement.put(batch, training.batch_size)
                     if checks := _due(step, training.check_every, training.steps):
-                        state, metrics = step_twice(run.train_step, state, device_batch)
+                        state, metrics = step_twice(train_step, state, device_batch)
                     else:
-                        state, metrics = run.train_step(state, device_batch)
+                        state, metrics = train_step(state, device_batch)
                 recorder.receive(step, metrics)  # reads those of step n - 1, while the device computes step n
                 run.profiler.after(step, metrics)
                 run.store.poll()
@@ -329,12 +333,10 @@ class Recorder:
         )
 
 
-def compile_step(
-    step: TrainStep, like: TrainState, config: ExperimentConfig, placement: Placement, progress: Progress
-) -> TrainStep:
+def compile_step(setup: Setup, progress: Progress, config: ExperimentConfig) -> TrainStep:
     """The step as one executable. It takes these shapes and no others, so it cannot be compiled again by accident."""
     start = time.perf_counter()
-    compiled = lower_step(step, like, config, placement).compile()
+    compiled = lower_step(setup.step(config), setup.like, config, setup.placement).compile()
     distributed.wait_for_all("compiled")  # the first collective has less patience with slow compilers (Gloo: 30 s)
     progress.say(f"compiled in {time.perf_counter() - start:.1f} s")
     progress.restart_clock()
