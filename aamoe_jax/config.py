@@ -404,6 +404,11 @@ class TrainingConfig:
     checkpoint_every: int = 200
     keep_last: int = 2
     """Newest checkpoints kept, beside the one with the best validation loss."""
+    local_dir: str | None = None
+    """A folder of each machine, on its disk or in its memory (/dev/shm), for checkpoints between those of the run
+    folder; `{process}` in it stands for the number of the process. None: there are none."""
+    local_every: int = 10
+    """Steps between local checkpoints."""
     check_every: int = 0
     """Steps between two that are computed twice, to find damaged devices, and slow ones; 0: never."""
     tensorboard: Literal["off", "on"] = "off"
@@ -411,9 +416,8 @@ class TrainingConfig:
     """A step whose loss or gradient is not finite ends the run (`stop`), or leaves the state as it was (`skip`)."""
 
     def __post_init__(self) -> None:
-        require_positive(
-            self, "steps", "batch_size", "accumulate", "log_every", "eval_batches", "checkpoint_every", "keep_last"
-        )
+        fields = ("steps", "batch_size", "accumulate", "log_every", "eval_batches", "checkpoint_every", "keep_last")
+        require_positive(self, *fields, "local_every")
         if self.batch_size % self.accumulate:
             refuse(self, "accumulate", f"must divide batch_size = {self.batch_size}")
         for name in ("eval_every", "check_every"):

@@ -138,7 +138,7 @@ def read_meta(directory: Path) -> Meta:
         meta = json.loads((directory / "meta" / "metadata").read_text())
         return meta, meta["format"] <= FORMAT, meta["digest"] == _digest(meta)
 
-    meta, readable, intact = _read(directory / "meta", read)
+    meta, readable, intact = read_with_retries(directory / "meta", read)
     if not readable:
         raise CheckpointError(
             f"{directory} has checkpoint format {meta['format']}, this version reads up to {FORMAT}: update aamoe_jax"
@@ -224,29 +224,15 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
           records: of metrics, until here.
         """
         self.wait()
-        step = int(jax.device_get(state.step))
-        trees = _trees(state)
-        meta = {
-            "format": FORMAT,
-            "step": step,
-            "key": jax.device_get(jax.random.key_data(state.key)).tolist(),
-            "sparsity_weight": jax.device_get(state.sparsity_weight).tolist(),
-            "data": {"next_step": step},
-            "config": to_dict(config),
-            "imports": [list(done) for done in imported()],
-            "datasets": datasets,
-            "versions": library_versions(),
-            "validation_loss": validation_loss,
-            "skipped": skipped,
-            "records": records,
-            "fingerprints": fingerprints(trees),
-        }
+        trees = trees_of(state)
+        meta = metadata(state, config, datasets, validation_loss, skipped=skipped, records=records)
+        step = meta["step"]
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
         self._writing, self._losses[step], self._supersedes = step, validation_loss, skipped == 0
         try:
             self._checkpointer.save(
                 self._directory(step),
-                args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta | {"digest": _digest(meta)})),
+                args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta)),
             )
         except Exception as error:
             raise self._failed(error) from error
@@ -279,27 +265,23 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         self.wait()
         self._checkpointer.close()
 
+    def meta(self, step: int) -> Meta:
+        """What `metadata` says of a step.
+
+        Raises:
+          CorruptCheckpointError: it is damaged, for whichever process.
+        """
+        return unanimous(lambda: read_meta(self._directory(step)))
+
     def restore(self, step: int, like: TrainState, meta: Meta) -> TrainState:
         """The state at a step, read straight into the shardings of `like`.
 
         Raises:
           CorruptCheckpointError: it is damaged, for whichever process.
         """
-        directory, wanted = self._directory(step), _trees(like)
+        directory, wanted = self._directory(step), trees_of(like)
         trees = unanimous(lambda: {name: _restore(directory, name, tree) for name, tree in wanted.items()})
-        _check_fingerprints(directory, trees, meta)
-        # Written before there were ReLU experts, it has no weights, and needs none.
-        weights = meta.get("sparsity_weight", ())
-        shardings = like.step.sharding, like.key.sharding, like.sparsity_weight.sharding
-
-        def build() -> tuple[Array, Array, Array]:
-            key = jax.random.wrap_key_data(jnp.asarray(meta["key"], jnp.uint32))
-            return jnp.asarray(step, jnp.int32), key, jnp.asarray(weights, jnp.float32)
-
-        # Made where it belongs: from here no array could be put on the devices of another process.
-        counter, key, sparsity_weight = jax.jit(build, out_shardings=shardings)()
-        optimizer = serialization.from_state_dict(like.optimizer, trees["optimizer"])
-        return TrainState(counter, trees["params"], optimizer, key, sparsity_weight)
+        return state_of(directory, trees, like, meta)
 
     def set_aside(self, step: int) -> Path:
         """Renames a checkpoint, so that it is neither read nor counted any more; returns where it is then."""
@@ -331,6 +313,35 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         return SaveError(f"the checkpoint of step {step} could not be written to {self.folder}: {reason}; {last}")
 
 
+def metadata(
+    state: TrainState,
+    config: ExperimentConfig,
+    datasets: dict[str, Any],
+    validation_loss: float | None,
+    *,
+    skipped: int = 0,
+    records: int = 0,
+) -> Meta:
+    """All of a checkpoint but its large arrays; the arguments are those of `CheckpointStore.save`."""
+    step = int(jax.device_get(state.step))
+    meta = {
+        "format": FORMAT,
+        "step": step,
+        "key": jax.device_get(jax.random.key_data(state.key)).tolist(),
+        "sparsity_weight": jax.device_get(state.sparsity_weight).tolist(),
+        "data": {"next_step": step},
+        "config": to_dict(config),
+        "imports": [list(done) for done in imported()],
+        "datasets": datasets,
+        "versions": library_versions(),
+        "validation_loss": validation_loss,
+        "skipped": skipped,
+        "records": records,
+        "fingerprints": state_fingerprints(state),
+    }
+    return meta | {"digest": _digest(meta)}
+
+
 def library_versions() -> dict[str, str]:
     """Of everything that a run's numbers depend on."""
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in LIBRARIES}
@@ -357,7 +368,7 @@ def unanimous(read: Callable[[], Read]) -> Read:
 
 def state_fingerprints(state: TrainState) -> dict[str, int]:
     """One number per array of the parameters and of the optimizer's state, by path."""
-    return fingerprints(_trees(state))
+    return fingerprints(trees_of(state))
 
 
 def fingerprints(trees: dict[str, Any]) -> dict[str, int]:
@@ -392,8 +403,30 @@ def _check_fingerprints(directory: Path, trees: dict[str, Any], meta: Meta) -> N
         )
 
 
-def _trees(state: TrainState) -> dict[str, Any]:
+def trees_of(state: TrainState) -> dict[str, Any]:
+    """The large arrays of a state, as they are saved."""
     return {"params": state.params, "optimizer": serialization.to_state_dict(state.optimizer)}
+
+
+def state_of(directory: Path, trees: dict[str, Any], like: TrainState, meta: Meta) -> TrainState:
+    """The state that was saved in `directory`, from its large arrays and its metadata.
+
+    Raises:
+      CorruptCheckpointError: an array is not what was saved.
+    """
+    _check_fingerprints(directory, trees, meta)
+    # Written before there were ReLU experts, it has no weights, and needs none.
+    weights = meta.get("sparsity_weight", ())
+    shardings = like.step.sharding, like.key.sharding, like.sparsity_weight.sharding
+
+    def build() -> tuple[Array, Array, Array]:
+        key = jax.random.wrap_key_data(jnp.asarray(meta["key"], jnp.uint32))
+        return jnp.asarray(meta["step"], jnp.int32), key, jnp.asarray(weights, jnp.float32)
+
+    # Made where it belongs: from here no array could be put on the devices of another process.
+    counter, key, sparsity_weight = jax.jit(build, out_shardings=shardings)()
+    optimizer = serialization.from_state_dict(like.optimizer, trees["optimizer"])
+    return TrainState(counter, trees["params"], optimizer, key, sparsity_weight)
 
 
 def _restore(directory: Path, item: str, like: Any = None) -> Any:
@@ -415,14 +448,14 @@ def _restore(directory: Path, item: str, like: Any = None) -> Any:
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), saved)
             return checkpointer.restore(path, args=ocp.args.StandardRestore(shapes))
 
-        return _read(path, read)
+        return read_with_retries(path, read)
 
 
-def _read(path: Path, read: Callable[[], Read]) -> Read:
+def read_with_retries(path: Path, read: Callable[[], Read]) -> Read:
     """What `read` returns. Where it fails for want of memory or of storage, it is tried again.
 
     Args:
-      path: the folder of what is read, in that of its checkpoint.
+      path: of the folder of an item, in that of its checkpoint.
 
     Raises:
       UnreadableCheckpointError: it failed every time.

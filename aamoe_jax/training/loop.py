@@ -29,6 +29,7 @@ from aamoe_jax.training.device_check import Speed, speeds, step_twice, straggler
 from aamoe_jax.training.evaluation import Validation
 from aamoe_jax.training.goodput import Attempts, Stopwatch
 from aamoe_jax.training.interrupt import Agreement, Interrupt
+from aamoe_jax.training.local_tier import LocalTier
 from aamoe_jax.training.metrics import Clock, MetricsLog, Record, train_record
 from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.owner import Owner
@@ -70,6 +71,7 @@ class Run:
     """Of the step with a number, compiled."""
     validate: Callable[[dict[str, Any], int], tuple[list[Record], float]]
     store: CheckpointStore
+    local: LocalTier
     recorder: Recorder
     profiler: Profiler
     stopwatch: Stopwatch
@@ -122,8 +124,9 @@ def train(
         attempts = stack.enter_context(Attempts(run_dir, stopwatch))
         watchdog = stack.enter_context(Watchdog(run_dir, jax.process_index()))
         store = stack.enter_context(CheckpointStore(run_dir / FOLDER, keep_last=training.keep_last))
+        local = stack.enter_context(LocalTier(training.local_dir, run_dir))
         with stopwatch.during("restore"):
-            state, meta = interrupt.before_steps(lambda: first_state(setup, config, store, allow_restart))
+            state, meta = interrupt.before_steps(lambda: first_state(setup, config, store, local, allow_restart))
         start = int(jax.device_get(state.step))
         _write_down(config, run_dir, notes or {})  # only now: a refused config leaves no trace in another's folder
         log = stack.enter_context(
@@ -145,6 +148,7 @@ def train(
             train_step=lambda step: train_step(config.at_step(step)),
             validate=setup.validate,
             store=store,
+            local=local,
             recorder=Recorder(config, log, progress, store, Clock(stopwatch, start), skipped=meta.get("skipped", 0)),
             profiler=stack.enter_context(Profiler(profile if distributed.is_first() else None, run_dir)),
             stopwatch=stopwatch,
@@ -200,10 +204,10 @@ def set_up(config: ExperimentConfig, stopwatch: Stopwatch) -> Setup:
 
 
 def first_state(
-    setup: Setup, config: ExperimentConfig, store: CheckpointStore, allow_restart: bool
+    setup: Setup, config: ExperimentConfig, store: CheckpointStore, local: LocalTier, allow_restart: bool
 ) -> tuple[TrainState, Meta]:
     """The state to begin from and its metadata: the newest checkpoint's, or that of step 0 and none."""
-    restored = restore_newest(store, setup.like, config, setup.datasets)
+    restored = restore_newest(store, local, setup.like, config, setup.datasets)
     if restored is not None:
         return restored
     if not allow_restart:
@@ -238,7 +242,8 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
                 goes_on = step < training.steps and agreement.allows(step + 1)
                 evaluates = _due(step, training.eval_every, training.steps)
                 saves = not goes_on or _due(step, training.checkpoint_every, training.steps)
-                if evaluates or saves:
+                saves_locally = not saves and training.local_dir is not None and _due(step, training.local_every, 0)
+                if evaluates or saves or saves_locally:
                     recorder.flush()  # raises unless this step's state is finite too: no other is evaluated or saved
             if checks:
                 recorder.speeds(step, speeds())
@@ -251,9 +256,13 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
                 with run.stopwatch.during("save"):
                     run.owner.confirm()
                     run.store.save(state, run.config, run.datasets, loss, **recorder.sync())
+            elif saves_locally:
+                with run.stopwatch.during("save"):
+                    run.local.save(state, run.config, run.datasets, **recorder.sync())
             run.attempts.update(step, at_once=saves)
         with run.stopwatch.during("save"):
             run.store.wait()
+            run.local.clear()
     return Result(step, agreement.signal if step < training.steps else None, loss)
 
 

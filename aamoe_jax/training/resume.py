@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import sys
 from pathlib import Path
@@ -17,10 +16,10 @@ from aamoe_jax.training.checkpoints import (
     CheckpointStore,
     CorruptCheckpointError,
     Meta,
+    UnreadableCheckpointError,
     library_versions,
-    read_meta,
-    unanimous,
 )
+from aamoe_jax.training.local_tier import LocalTier
 from aamoe_jax.training.metrics import read_metrics
 from aamoe_jax.training.state import TrainState
 
@@ -30,6 +29,8 @@ FREE_FIELDS = frozenset(
         "TrainingConfig.eval_every",
         "TrainingConfig.checkpoint_every",
         "TrainingConfig.keep_last",
+        "TrainingConfig.local_dir",
+        "TrainingConfig.local_every",
         "TrainingConfig.check_every",
         "TrainingConfig.tensorboard",
         # What becomes of a step that is not finite. The others are the same.
@@ -48,28 +49,36 @@ FREE_FIELDS = frozenset(
 
 
 def restore_newest(
-    store: CheckpointStore, like: TrainState, config: ExperimentConfig, datasets: dict[str, Any]
+    store: CheckpointStore, local: LocalTier, like: TrainState, config: ExperimentConfig, datasets: dict[str, Any]
 ) -> tuple[TrainState, Meta] | None:
     """The state and the metadata of the newest checkpoint that is intact; None when there is no checkpoint.
 
-    Damaged ones are set aside with a warning, once an older one has been restored.
+    Damaged ones of the run folder are set aside with a warning, once an older one has been restored; local ones are
+    passed over.
 
     Raises:
       ConfigError: the checkpoint is of another experiment, or of other data.
-      CheckpointError: there are checkpoints, and all of them are damaged.
+      CheckpointError: there are checkpoints in the run folder, and all that there are anywhere are damaged.
     """
     # As process 0 sees them.
-    steps = json.loads(distributed.gather(distributed.unique("steps"), json.dumps(store.steps()))[0])
+    shared = json.loads(distributed.gather(distributed.unique("steps"), json.dumps(store.steps()))[0])
+    found: list[tuple[int, CheckpointStore | LocalTier]] = [(step, store) for step in shared]
+    found += [(step, local) for step in local.steps(like) if step not in shared]
     damaged = []
-    for step in reversed(steps):
-        directory = store.folder / str(step)
+    for step, tier in sorted(found, key=lambda pair: pair[0], reverse=True):
         try:
-            meta = unanimous(functools.partial(read_meta, directory))
+            meta = tier.meta(step)
             refuse_other_experiment(meta, config, datasets)
-            state = store.restore(step, like, meta)
-        except CorruptCheckpointError as error:
-            damaged.append((step, error))
+            state = tier.restore(step, like, meta)
+        except (CorruptCheckpointError, UnreadableCheckpointError) as error:
+            if tier is local:
+                _warn(str(error))
+            elif isinstance(error, CorruptCheckpointError):
+                damaged.append((step, error))
+            else:
+                raise
             continue
+        local.begin(step)
         for number, complaint in damaged:
             _warn(f"{complaint}; moved to {store.set_aside(number)}")
         _warn_of_versions(meta)
@@ -79,6 +88,7 @@ def restore_newest(
             f"every checkpoint in {store.folder} is damaged, and none was changed: put copies back, or start again in "
             f"another run folder. The newest: {damaged[0][1]}"
         )
+    local.begin(0)
     return None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from aamoe_jax.config import (
     AAMoEConfig,
@@ -18,6 +19,7 @@ from aamoe_jax.config import (
     OptimizerConfig,
     TrainingConfig,
 )
+from aamoe_jax.training.loop import Recorder, train
 from aamoe_jax.training.metrics import TIMING_FIELDS, read_metrics
 from tests.data.helpers import prepared, random_documents
 
@@ -65,6 +67,21 @@ def random_batch(seed: int = 0, rows: int = 4, length: int = SEQ_LEN) -> dict[st
         "positions": np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
         "loss_mask": mask.astype(np.int32),
     }
+
+
+def cut_off(config: ExperimentConfig, run_dir: Path, step: int) -> None:
+    """Trains until an error in a step, whose metrics and those of the step before are not recorded."""
+    receive = Recorder.receive
+
+    def failing(self: Recorder, number: int, metrics: Any) -> None:
+        if number == step:
+            raise KeyError(number)
+        receive(self, number, metrics)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "receive", failing)
+        with pytest.raises(KeyError):
+            train(config, run_dir)
 
 
 def untimed(run_dir: Path) -> list[dict[str, Any]]:

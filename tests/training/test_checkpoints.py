@@ -31,6 +31,7 @@ from aamoe_jax.training.checkpoints import (
     read_meta,
     saved_steps,
 )
+from aamoe_jax.training.local_tier import LocalTier
 from aamoe_jax.training.metrics import FILE
 from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.resume import changed_fields, refuse_lost_history, refuse_other_experiment, restore_newest
@@ -38,6 +39,7 @@ from aamoe_jax.training.state import TrainState
 from tests.training.helpers import assert_same_bits, experiment, replace
 
 CONFIG = experiment(DataConfig(seq_len=64, document_align=8))
+NO_LOCAL = LocalTier(None, Path())
 DATASETS = {"code": {"corpus_digest": "abc", "tokenizer_digest": "byt5"}}
 
 
@@ -89,7 +91,7 @@ class TestRoundTrip:
     def test_every_bit_of_the_state(self, tmp_path):
         saved(tmp_path, {3: None})
         with store_in(tmp_path) as store:
-            restored, _ = restore_newest(store, state_at(0), CONFIG, DATASETS)
+            restored, _ = restore_newest(store, NO_LOCAL, state_at(0), CONFIG, DATASETS)
         assert_same_bits(restored._replace(key=None), state_at(3)._replace(key=None))
         assert_same_bits(jax.random.key_data(restored.key), jax.random.key_data(state_at(3).key))
 
@@ -199,7 +201,7 @@ class TestDamage:
         files = [path for path in (copy / "checkpoints" / "2" / item).rglob("*") if path.is_file()]
         damage(max(files, key=lambda path: path.stat().st_size), "flip")
         with store_in(copy) as store:
-            state, _ = restore_newest(store, state_at(0), CONFIG, DATASETS)
+            state, _ = restore_newest(store, NO_LOCAL, state_at(0), CONFIG, DATASETS)
             assert int(state.step) == 1
             assert store.steps() == [1]
             store.save(state_at(2), CONFIG, DATASETS, None)  # the step can be saved again
@@ -213,7 +215,7 @@ class TestDamage:
             (copy / "checkpoints" / str(step) / "meta" / "metadata").unlink()
         for _ in range(2):  # nothing is moved, so that the second try says the same
             with store_in(copy) as store, pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
-                restore_newest(store, state_at(0), CONFIG, DATASETS)
+                restore_newest(store, NO_LOCAL, state_at(0), CONFIG, DATASETS)
         assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["1", "2"]
 
     def test_a_newer_format_says_to_update(self, run, tmp_path):
@@ -289,11 +291,11 @@ class TestFailedReads:
             with pytest.raises(
                 UnreadableCheckpointError, match=r"could not be read \(.*out of .*\), 3 times; it may be"
             ):
-                restore_newest(store, state_at(0), CONFIG, DATASETS)
+                restore_newest(store, NO_LOCAL, state_at(0), CONFIG, DATASETS)
         monkeypatch.undo()
         assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["1", "2"]
         with store_in(copy) as store:
-            assert int(restore_newest(store, state_at(0), CONFIG, DATASETS)[0].step) == 2
+            assert int(restore_newest(store, NO_LOCAL, state_at(0), CONFIG, DATASETS)[0].step) == 2
 
     def test_of_the_best_do_not_remove_it(self, tmp_path, monkeypatch):
         saved(tmp_path, {1: 1.0, 2: 3.0}, keep_last=1)
@@ -314,7 +316,7 @@ class TestOtherModel:
             store_in(copy) as store,
             pytest.raises(CheckpointError, match=r"differ, such as gate: absent in the ch") as e,
         ):
-            restore_newest(store, like, CONFIG, DATASETS)
+            restore_newest(store, NO_LOCAL, like, CONFIG, DATASETS)
         assert not isinstance(e.value, CorruptCheckpointError)
         assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["1", "2"]
 
@@ -409,7 +411,7 @@ class TestSameExperiment:
         meta["versions"]["jax"] = "0.0.1"
         path.write_text(json.dumps(meta | {"digest": _digest(meta)}))
         with store_in(tmp_path) as store:
-            assert int(restore_newest(store, state_at(0), CONFIG, DATASETS)[0].step) == 1
+            assert int(restore_newest(store, NO_LOCAL, state_at(0), CONFIG, DATASETS)[0].step) == 1
         assert "jax 0.0.1 ->" in capsys.readouterr().err
 
 

@@ -18,6 +18,7 @@ from aamoe_jax.config import ConfigError, DataConfig
 from aamoe_jax.training.checkpoints import CheckpointStore, InUseError, read_meta, saved_steps
 from aamoe_jax.training.goodput import Attempts, Stopwatch
 from aamoe_jax.training.interrupt import Interrupt, StoppedEarly
+from aamoe_jax.training.local_tier import LocalTier
 from aamoe_jax.training.loop import DivergedError, Recorder, Run, _opening, run_steps, train
 from aamoe_jax.training.metrics import Clock, MetricsLog, read_metrics
 from aamoe_jax.training.owner import Owner
@@ -82,6 +83,7 @@ def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interru
             train_step=lambda step: train_step,
             validate=validate,
             store=store,
+            local=LocalTier(None, run_dir),
             recorder=NotedRecorder(config, log, progress, store, Clock(stopwatch, 0), skipped=skipped),
             profiler=profiler,
             stopwatch=stopwatch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -161,6 +162,44 @@ class TestLosses:
             assert codes[0] in (4, EXIT_LOST)
             assert "process 1 of 2: the checkpoint of step 20 could not be written" in survivor_says(job, 1)
         assert saved_steps(place.folder / name / "checkpoints") == []
+
+
+@pytest.fixture(scope="module")
+def killed(place) -> tuple[Path, Path, list[str]]:
+    """A run of four processes, each with a local folder of its own, all killed between two checkpoints: where it
+    lies, where the local ones lie, and what they were started with."""
+    run_dir, local_dir = place.folder / "local", place.folder / "machines"
+    params = [f"TrainingConfig.local_dir = '{local_dir}/{{process}}'", "TrainingConfig.local_every = 1"]
+    with place.start("local", Layout(4, 1), *params) as job:
+        job.wait_for_step(run_dir, 25)
+        for process in job.processes:
+            process.kill()
+        job.wait()
+    assert saved_steps(run_dir / "checkpoints") == [20]
+    return run_dir, local_dir, params
+
+
+class TestLocalCheckpoints:
+    @pytest.mark.parametrize(("empty", "whole_again"), [((0, 2), True), ((1, 2), False)])
+    def test_machines_that_come_back_empty(self, place, whole, killed, empty, whole_again):
+        """Each has a copy of what the one before it holds: so two neighbours may not be lost."""
+        source, machines, params = killed
+        name = f"local_{empty[0]}"
+        run_dir, kept = place.folder / name, place.folder / f"{name}.machines"
+        shutil.copytree(source, run_dir)
+        shutil.copytree(machines, kept)
+        for process in empty:
+            shutil.rmtree(kept / str(process))
+        params = [param.replace(str(machines), str(kept)) for param in params]
+        with place.start(name, Layout(4, 1), *params) as job:
+            assert job.wait() == [0] * 4, job.outputs()
+            resumed = re.search(r"resuming at step (\d+):", job.output(0))
+            assert resumed is not None, job.outputs()
+            assert (int(resumed[1]) >= 23) if whole_again else (resumed[1] == "20"), job.outputs()
+            assert ("parts of the local checkpoint of step" in survivor_says(job, 0)) is not whole_again
+        assert last_fingerprints(run_dir) == last_fingerprints(whole)
+        assert untimed(run_dir) == untimed(whole)
+        assert [path for path in kept.rglob("*") if path.is_file()] == []
 
 
 @pytest.fixture
