@@ -406,6 +406,7 @@ class Log:
     def __init__(self, path: Path, params: Sequence[str]):
         self._path, self._params = path, list(params)
         self.outcomes: dict[int, Outcome] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)  # now, not after the first scenario
         if path.with_suffix(".json").exists():
             held = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
             if held["params"] != self._params:
@@ -427,7 +428,7 @@ def define_flags() -> None:
     flags.DEFINE_multi_string("gin_param", [], "One more binding; repeat it.")
     flags.DEFINE_integer("steps", 24, "Steps of every run.", lower_bound=8)
     flags.DEFINE_integer("scenarios", 100, "How many runs are disturbed.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of the first scenario; those after it have the next ones.")
+    flags.DEFINE_integer("seed", 0, "Of the first scenario; those after it have the next ones.", lower_bound=0)
     flags.DEFINE_integer("at_once", 1, "Scenarios side by side.", lower_bound=1)
     flags.DEFINE_string("output", None, "Path of the log, without its suffix.", required=True)
 
@@ -441,10 +442,11 @@ def main() -> int:
         "TrainingConfig.batch_size = 8",
         *FLAGS.gin_param,
     ]
-    ensure_prepared(load_experiment([FLAGS.gin_file], params).data)
+    experiment = load_experiment([FLAGS.gin_file], params)
+    log, seeds = Log(Path(FLAGS.output), params), range(FLAGS.seed, FLAGS.seed + FLAGS.scenarios)
+    ensure_prepared(experiment.data)
     arguments = [f"--gin_file={FLAGS.gin_file}", *(f"--gin_param={param}" for param in params)]
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    log, seeds = Log(Path(FLAGS.output), params), range(FLAGS.seed, FLAGS.seed + FLAGS.scenarios)
     left = [seed for seed in seeds if seed not in log.outcomes]
     with tempfile.TemporaryDirectory(prefix="drill.") as folder:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(folder) / "cache"))  # a layout is compiled once

@@ -28,7 +28,7 @@ from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.data import ensure_prepared
 from aamoe_jax.evaluation.perplexity import Evaluation
 from experiments.program import command_line, plain_table, publish, start
-from experiments.runs import Result, exit_code
+from experiments.runs import Result, exit_code, seeds_of
 from experiments.studies import Study, Variant, conduct, configs
 
 FLAGS = flags.FLAGS
@@ -158,10 +158,10 @@ def _draw_positions(axes: Axes, results: Results) -> None:
 
 def compare() -> None:
     """Makes the comparison that the flags describe."""
+    seeds = seeds_of(FLAGS.seeds)
     study = Study(TITLE, {mode: VARIANTS[mode] for mode in FLAGS.local}, ())
     experiments = configs(study, FLAGS.gin_file, FLAGS.gin_param, FLAGS.steps)
     ensure_prepared(next(iter(experiments.values())).data)
-    seeds = [int(seed) for seed in FLAGS.seeds]
     results = conduct(study, experiments, seeds, Path(FLAGS.work_dir), FLAGS.eval_batches, about_positions)
     write(results, Path(FLAGS.output), command_line("experiments.local_context"))
 
@@ -173,5 +173,10 @@ def write(results: Results, output: Path, command: str) -> None:
     draw(results, f"{output}.png")
 
 
+def main() -> int:
+    """Makes the comparison, and says how it ended."""
+    return exit_code(compare)
+
+
 if __name__ == "__main__":
-    start(define_flags, lambda: exit_code(compare))
+    start(define_flags, main)

@@ -44,7 +44,7 @@ from aamoe_jax.training.step import TrainStep, make_train_step
 from experiments.binding import load_experiment
 from experiments.matching import active_flops, parameters
 from experiments.program import command_line, publish, start
-from experiments.runs import Result, exit_code, keep, with_training
+from experiments.runs import Result, exit_code, keep, seeds_of, with_training
 from experiments.studies import LEARNED, STANDARD
 from experiments.tasks import TASKS, VOCAB_SIZE, Examples, Task, examples, generator
 
@@ -358,6 +358,7 @@ def _draw_task(left: Axes, right: Axes, task: str, results: Sequence[Result]) ->
 
 def compare() -> None:
     """Makes the comparison that the flags describe."""
+    seeds = seeds_of(FLAGS.seeds)
     params = {name: [*FLAGS.gin_param, *ALL_STACKS[name].bindings] for name in FLAGS.stack}
     experiments = {
         name: with_training(load_experiment(FLAGS.gin_file, given), steps=FLAGS.steps) for name, given in params.items()
@@ -365,12 +366,17 @@ def compare() -> None:
     tasks = list(dict.fromkeys(FLAGS.task))
     if "needle" in tasks:
         ensure_prepared(next(iter(experiments.values())).data)
-    results = results_of(experiments, tasks, [int(seed) for seed in FLAGS.seeds], Path(FLAGS.work_dir))
+    results = results_of(experiments, tasks, seeds, Path(FLAGS.work_dir))
     command = command_line("experiments.recall")
     record = {"command": command, "results": results}
     publish(record, report(results, command), f"{FLAGS.output}.json", indent=None)
     draw(results, f"{FLAGS.output}.png")
 
 
+def main() -> int:
+    """Makes the comparison, and says how it ended."""
+    return exit_code(compare)
+
+
 if __name__ == "__main__":
-    start(define_flags, lambda: exit_code(compare))
+    start(define_flags, main)

@@ -52,13 +52,25 @@ def exit_code(comparison: Callable[[], None]) -> int:
     """What a program that makes a comparison ends with; what stopped it is said in one line."""
     try:
         comparison()
-    except (ConfigError, DivergedError) as error:
+    except DivergedError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, ConfigError) else 3
+        return 3
     except StoppedError as error:
         print(error)
         return error.exit_code
     return 0
+
+
+def seeds_of(values: Sequence[str]) -> list[int]:
+    """The seeds that --seeds lists.
+
+    Raises:
+      ConfigError: one is no number that can be a seed.
+    """
+    for value in values or ("",):
+        if not (value.isascii() and value.isdecimal() and int(value[:20]) < 2**31):
+            raise ConfigError(f"--seeds: {value!r} is none: give whole numbers from 0 to 2^31 - 1 with commas between")
+    return [int(value) for value in values]
 
 
 def with_training(config: ExperimentConfig, **values: Any) -> ExperimentConfig:

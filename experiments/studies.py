@@ -29,7 +29,7 @@ from aamoe_jax.model import Skipped
 from experiments.binding import load_experiment
 from experiments.matching import TOLERANCE, active_flops, match, parameters
 from experiments.program import command_line, publish, start
-from experiments.runs import More, Result, exit_code, require_one_dataset, run, with_training
+from experiments.runs import More, Result, exit_code, require_one_dataset, run, seeds_of, with_training
 
 FLAGS = flags.FLAGS
 
@@ -406,15 +406,20 @@ def _by_layer(runs: Sequence[Sequence[float | None]], form: str) -> str:
 
 def compare() -> None:
     """Makes the comparison that the flags describe."""
+    seeds, work_dir = seeds_of(FLAGS.seeds), Path(FLAGS.work_dir) / FLAGS.study
     study = part_of(STUDIES[FLAGS.study], FLAGS.variant)
     experiments = configs(study, FLAGS.gin_file, FLAGS.gin_param, FLAGS.steps)
     ensure_prepared(next(iter(experiments.values())).data)
-    seeds, work_dir = [int(seed) for seed in FLAGS.seeds], Path(FLAGS.work_dir) / FLAGS.study
     results = conduct(study, experiments, seeds, work_dir, FLAGS.eval_batches)
     command = command_line("experiments.studies")
     text = report(study, experiments, results, command)
     publish({"command": command, "results": results}, text, f"{FLAGS.output}.json", indent=None)
 
 
+def main() -> int:
+    """Makes the comparison, and says how it ended."""
+    return exit_code(compare)
+
+
 if __name__ == "__main__":
-    start(define_flags, lambda: exit_code(compare))
+    start(define_flags, main)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 SESSION = """
-import contextlib, importlib, io, json, sys
+import contextlib, importlib, inspect, io, json, sys
 from absl import flags
 from absl.testing import flagsaver
 from launch import program
@@ -18,17 +18,19 @@ from launch import program
 outcomes, last = [], None
 for name, arguments in json.load(sys.stdin):
     if name != last:
-        called, last = importlib.import_module(f"launch.{name}"), name
-        modules = flags.FLAGS.flags_by_module_dict().items()
-        for flag in [flag for module, found in modules if module.startswith("launch.") for flag in found]:
-            delattr(flags.FLAGS, flag.name)
+        called, last = importlib.import_module(name if name.startswith("experiments.") else f"launch.{name}"), name
+        for module, found in list(flags.FLAGS.flags_by_module_dict().items()):
+            for flag in list(found) if module.startswith(("launch.", "experiments.")) else ():
+                delattr(flags.FLAGS, flag.name)
         vars(called).get("define_flags", program.define_experiment_flags)()
-    sys.argv = [called.__name__, *arguments]
+    sys.argv, main = [called.__name__, *arguments], called.main
+    if not inspect.signature(main).parameters:  # it is for `experiments.program.start`
+        main = lambda argv, run=called.main: program.refuse_arguments(argv) or run()
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     code = None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), flagsaver.flagsaver():
         try:
-            program.run(called.main)
+            program.run(main)
         except SystemExit as end:
             code = end.code or 0
     outcomes.append([code, *(stream.buffer.getvalue().decode() for stream in (out, err))])
@@ -45,7 +47,7 @@ class Outcome(NamedTuple):
 
 
 def calls(program: str, arguments: Sequence[Sequence[str]], **environment: str) -> list[Outcome]:
-    """Outcomes of `python -m launch.PROGRAM` with these arguments each, one after the other."""
+    """Outcomes of `python -m launch.PROGRAM`, or `-m experiments.NAME`, with these arguments each, one by one."""
     return calls_of([(program, each) for each in arguments], **environment)
 
 

@@ -7,6 +7,7 @@ from tests.launch.session import calls, calls_of
 
 TEXTS = ("", "\r\t", "x" * 5000, "٣", "\x1b[0m", "-1", "1e999", "nan", "$(x)", "None", "../..", "9" * 5000)
 NUMBERS = ("", "x", "1.5", "-1", "9" * 5000, "٣x", "nan", "None")
+OUTPUT = "--output=/proc/none/report"
 NOWHERE = "--checkpoint=/nowhere/at/all"
 GIN = [[f"--gin_file={text}"] for text in TEXTS] + [[f"--gin_param={text}"] for text in TEXTS if text.strip()]
 UNKNOWN = [["--gin_fil=x"], ["stray"], ["--"], ["-x"], ["--=x"], ["--nope=" + "x" * 5000]]
@@ -48,6 +49,48 @@ HOSTILE = {
     ],
     "ledger": [*GIN, *numbers("rows", "length"), *UNKNOWN[3:]],
     "compile": [[], *([f"--topology={text}"] for text in TEXTS), *UNKNOWN],
+    "prepare": [
+        *([f"--domain={text}"] for text in TEXTS),
+        *([f"--tokenizer={text}", "--data_dir=/nowhere"] for text in TEXTS if text != "bytes"),
+        *(
+            [f"--train_tokenizer={text}"]
+            for text in (*TEXTS, "bpe:", "bpe:x", "bpe:1", "bpe:-5", "word:100", "bpe:1e9")
+            if text
+        ),
+        *([f"--text={text}", "--name=mine"] for text in TEXTS if text),
+        *([f"--name={text}", "--text=/nowhere/*"] for text in TEXTS),
+        *([*words, "--data_dir=/nowhere"] for words in (*UNKNOWN, *numbers("document_align"))),
+    ],
+    "choose": [
+        [],
+        *([f"--checkpoint={text}", "--items=/nowhere"] for text in TEXTS),
+        *([*words, NOWHERE, "--items=/nowhere"] for words in (*UNKNOWN, *numbers("batch_size"))),
+    ],
+    "neurons": [
+        [],
+        *([f"--checkpoint={text}"] for text in TEXTS),
+        *([*words, NOWHERE] for words in (*UNKNOWN, *numbers("messages", "clusters", "batch_size", "max_batches"))),
+    ],
+    "systems": [*UNKNOWN[:2], *UNKNOWN[3:]],
+    "goodput": [[], *([f"--run_dir={text}"] for text in TEXTS), *([*words, "--run_dir=/nowhere"] for words in UNKNOWN)],
+    "experiments.studies": [
+        [],
+        *([f"--study={text}", OUTPUT] for text in TEXTS),
+        *(
+            [*words, "--study=selection", OUTPUT]
+            for words in (*UNKNOWN, *GIN, *numbers("steps", "eval_batches", "seeds"))
+        ),
+    ],
+    "experiments.recall": [
+        [],
+        *([f"--task={text}", OUTPUT] for text in TEXTS),
+        *([*words, "--task=copy", OUTPUT] for words in (*UNKNOWN, *GIN, *numbers("steps", "seeds"))),
+    ],
+    "experiments.local_context": [[], *([*words, OUTPUT] for words in (*UNKNOWN, *GIN, *numbers("steps", "seeds")))],
+    "experiments.drill": [
+        [],
+        *([*words, OUTPUT] for words in (*UNKNOWN, *numbers("steps", "scenarios", "at_once", "seed"))),
+    ],
     "cluster.__main__": [
         [],
         *([f"--cluster={text}"] for text in TEXTS),
@@ -58,7 +101,7 @@ HOSTILE = {
 
 def test_a_hostile_flag_ends_in_one_line():
     programs = [(program, words) for program, hostile in HOSTILE.items() for words in hostile]
-    assert len(programs) > 200
+    assert len(programs) > 400
     for (program, words), outcome in zip(programs, calls_of(programs, JAX_PLATFORMS="cpu"), strict=True):
         said = (program, [word[:60] for word in words], outcome)
         assert outcome.code == 1, said
