@@ -385,10 +385,8 @@ def _write_down(config: ExperimentConfig, run_dir: Path, notes: Mapping[str, str
 
 def _prepare(data: DataConfig) -> None:
     """Prepares missing datasets: process 0 first, so that the others find them where they share a folder."""
-    if distributed.is_first():
-        ensure_prepared(data)
-    distributed.wait_for_all("prepared")
-    ensure_prepared(data)
+    unanimous(lambda: ensure_prepared(data) if distributed.is_first() else None)
+    unanimous(lambda: ensure_prepared(data))
 
 
 def _reason(step: int, values: Metrics) -> str:

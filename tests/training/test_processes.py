@@ -247,11 +247,18 @@ class TestHosts:
 
 
 class TestRefusals:
-    def test_all_say_what_does_not_fit(self, place):
-        with place.start("refused", Layout(2, 1), "MeshConfig.fsdp = 3") as job:
+    @pytest.mark.parametrize(
+        ("param", "said"),
+        [
+            ("MeshConfig.fsdp = 3", "MeshConfig"),
+            ("DataConfig.mixture = (('far', 1.0),)", "dataset 'far' is not prepared"),
+        ],
+    )
+    def test_all_say_what_does_not_fit(self, place, param, said):
+        with place.start("refused", Layout(2, 1), param) as job:
             assert job.wait() == [1, 1], job.outputs()
             for index in range(2):
-                assert survivor_says(job, index).startswith(f"error: process {index} of 2: MeshConfig")
+                assert survivor_says(job, index).startswith(f"error: process {index} of 2: {said}"), job.outputs()
         assert not (place.folder / "refused" / "metrics.jsonl").exists()
 
 
