@@ -31,8 +31,8 @@ def start(define_flags: Callable[[], None], main: Callable[[], int | None]) -> N
 
 
 def run(main: Callable[[list[str]], Any]) -> None:
-    """`absl.app.run(main)`, but flags that do not fit, a UsageError, a ConfigError and a file that cannot be used end
-    the program with one line on stderr and exit code 1."""
+    """`absl.app.run(main)`, but flags that do not fit, a UsageError, a ConfigError, a file that cannot be used and
+    memory that is used up end the program with one line on stderr and exit code 1."""
 
     def guarded(argv: list[str]) -> Any:
         logging.set_verbosity(logging.WARNING)  # libraries report every file that they read
@@ -49,6 +49,12 @@ def run(main: Callable[[list[str]], Any]) -> None:
             if error.filename is None:
                 raise
             print(f"error: {shorten(f'{error.strerror}: {error.filename}')}", file=sys.stderr)
+            return 1
+        except Exception as error:
+            if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
+                raise
+            first = (str(error).splitlines() or ["MemoryError"])[0]
+            print(f"error: out of memory ({shorten(first)}): fewer or shorter rows need less", file=sys.stderr)
             return 1
 
     app.run(guarded, flags_parser=_parse_flags)

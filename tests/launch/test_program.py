@@ -15,6 +15,8 @@ class DataError(ConfigError):
 def main(argv):
     if argv[1:] == ["bad"]:
         raise DataError("no data called 'x'")
+    if argv[1:] == ["memory"]:
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.\\nAnd more.")
     if argv[1:] == ["defect"]:
         raise RuntimeError("a defect keeps its traceback")
     return 3
@@ -32,6 +34,12 @@ def outcome(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_errors_that_a_user_can_mend_are_one_line():
     result = outcome("bad")
     assert (result.returncode, result.stderr) == (1, "error: no data called 'x'\n")
+
+
+def test_no_memory_is_one_line():
+    result = outcome("memory")
+    said = "error: out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.): fewer or shorter rows need"
+    assert (result.returncode, result.stderr) == (1, f"{said} less\n")
 
 
 def test_defects_keep_their_traceback():
