@@ -484,7 +484,7 @@ class ExperimentConfig:
     def at_step(self, step: int) -> ExperimentConfig:
         """What a step of training computes, counted from 1: itself, or with the budgets of the warm-up."""
         aamoe = self.model.aamoe
-        if step > aamoe.budget.warmup_steps:
+        if step > aamoe.budget.warmup_steps or not self.model.layers_of("aamoe"):
             return self
         model = dataclasses.replace(self.model, aamoe=dataclasses.replace(aamoe, budget=aamoe.budget.at_step(step)))
         return dataclasses.replace(self, model=model)

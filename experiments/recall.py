@@ -91,9 +91,12 @@ ABLATIONS = {
     "no_convolution": Stack("keys of one token", "#F0E442", ("AAMoEConfig.key_convolution = False",)),
     "no_bias": Stack("no bias", "#999999", ("AAMoEConfig.bias = 'none'",)),
     "uniform": Stack("uniform budgets", "#8DA0CB", ("BudgetConfig.importance = 'uniform'",)),
+    "no_warmup": Stack("no warm-up of budgets", "#B8860B", ("BudgetConfig.warmup_steps = 0",)),
+    "all_pooled_keys": Stack("as many pooled keys as keys", "#4B0082", ("AAMoEConfig.pooled_keys = %chunk_size",)),
+    "shares": Stack("half of each budget for experts", "#8B4513", ("BudgetConfig.expert_share = 0.5",)),
     "unbounded": Stack("unbounded budgets", "#A6761D", ("BudgetConfig.importance = 'learned'",)),
 }
-"""AA-MoE with one decision taken back."""
+"""AA-MoE with one decision changed."""
 ALL_STACKS = STACKS | ABLATIONS
 
 
@@ -101,7 +104,7 @@ def define_flags() -> None:
     """The flags of this program."""
     flags.DEFINE_multi_enum("task", None, list(TASKS), "What is to be solved. Repeat it.", required=True)
     flags.DEFINE_multi_enum(
-        "stack", list(STACKS), list(ALL_STACKS), "What is compared, or AA-MoE with one decision taken back. Repeat it."
+        "stack", list(STACKS), list(ALL_STACKS), "What is compared, or AA-MoE with one decision changed. Repeat it."
     )
     flags.DEFINE_multi_string("gin_file", ["recall.gin"], "Path of a gin file, or the name of a shipped config.")
     flags.DEFINE_multi_string("gin_param", [], "One binding for every stack. Repeat it.")

@@ -76,6 +76,7 @@ LEARNED = (
     "AAMoEConfig.router = 'learned'",
     "AAMoEConfig.key_convolution = False",
     "BudgetConfig.importance = 'learned'",
+    "BudgetConfig.warmup_steps = 0",
 )
 """The router of the paper, which has queries and keys of its own."""
 SEPARATE = stack("aamoe", "BudgetConfig.importance = 'uniform'", "BudgetConfig.expert_share = 0.5")
@@ -176,7 +177,9 @@ STUDIES: Mapping[str, Study] = {
                 "AAMoEConfig.bias = 'none'",
                 "BudgetConfig.importance = 'uniform'",
                 "BudgetConfig.beta = 32.0",
+                "BudgetConfig.warmup_steps = 0",
             ),
+            "without warm-up": stack("aamoe", "BudgetConfig.warmup_steps = 0"),
             "uniform budgets": stack("aamoe", "BudgetConfig.importance = 'uniform'"),
             "unbounded budgets": stack("aamoe", "BudgetConfig.importance = 'learned'"),
         },
