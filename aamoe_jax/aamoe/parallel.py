@@ -60,7 +60,10 @@ def attend(
         window_bias = jnp.where(count > 0, bias[..., 0], -jnp.inf)
         resource, bias, count = resource[..., 1:], bias[..., 1:], jnp.maximum(count - 1, 0)
     own, offset = jnp.divmod(jnp.arange(resource.shape[1]), layer.chunk_size)
-    visible = jnp.where(resource == local.partial_chunk(own)[:, None], offset[:, None] + 1, layer.chunk_size)
+    prefix = jnp.broadcast_to(offset + 1, context.segment_ids.shape)
+    if not local.window:  # a prefix that begins in another document shows nothing
+        prefix = jnp.where(context.segment_ids[:, own * layer.chunk_size] == context.segment_ids, prefix, 0)
+    visible = jnp.where(resource == local.partial_chunk(own)[:, None], prefix[..., None], layer.chunk_size)
     pairs, most_beta = Pairs(resource, bias, visible, count), max(config.betas) * context.max_scale
     rows, length, slots = resource.shape
     options: dict[str, Any] = {

@@ -53,8 +53,8 @@ def available_chunks(config: AAMoEConfig, context: Context) -> Bool[Array, "b s 
     """Whether chunk j may be chosen by token i: completed before the token's own chunk began, and of its document
     (AA-07, AA-15). Without routed context there is none.
 
-    Documents start at chunk boundaries (decision 30), so a completed chunk belongs to one document, its last token's.
-    An incomplete chunk ends in padding (segment 0), which no token shares.
+    An incomplete chunk ends in padding (segment 0), which no token shares. Where a document starts inside a chunk, the
+    chunk is nobody's; the data of this package never does that (decision 30).
 
     Raises:
       ValueError: rows are not whole chunks.
@@ -64,7 +64,9 @@ def available_chunks(config: AAMoEConfig, context: Context) -> Bool[Array, "b s 
         raise ValueError(f"rows of {length} tokens are not whole chunks of {m}: pad h and the context")
     index = jnp.broadcast_to(jnp.arange(length), context.segment_ids.shape)
     index, segment = map(context.rows_to_attending, (index, context.segment_ids))
-    chunk_segment = context.segment_ids[:, m - 1 :: m]  # of every chunk's last token
+    segments = context.segment_ids.reshape(len(context.segment_ids), -1, m)
+    last = segments[..., -1]
+    chunk_segment = jnp.where((segments == last[..., None]).all(-1), last, 0)  # 0: of no document, or of two
     earlier = jnp.arange(length // m) < (index // m)[..., None]
     same = segment[..., None] == chunk_segment[:, None]
     return earlier & same & (segment > 0)[..., None] & (config.context == "routed")

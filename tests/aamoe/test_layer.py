@@ -205,6 +205,33 @@ def test_one_resource_at_most_is_the_window_alone():
     assert jnp.abs(output).max() > 0
 
 
+@pytest.mark.parametrize("kernel", ["reference", "xla"])
+@pytest.mark.parametrize("local", ["window", "chunk", "routed", "none"])
+def test_documents_that_start_inside_a_chunk_do_not_see_each_other(local, kernel):
+    """The data of this package never does that, but the model is public."""
+    config = model_config(local=local, slack=1000, key_convolution=True, kernel=kernel)
+    layer = layer_of(config)
+    start = jnp.asarray([13, 27])[:, None]
+    index = jnp.broadcast_to(jnp.arange(5 * M), (2, 5 * M))
+    context = Context(
+        segment_ids=1 + (index >= start),
+        positions=jnp.where(index >= start, index - start, index),
+        budget="prefix",
+        beta=3.0,
+    )
+    h, other = (jax.random.normal(jax.random.key(seed), (2, 5 * M, D)) for seed in (1, 2))
+    later = (index >= start)[..., None]
+
+    def second_document(h):
+        return jnp.where(later, layer(h, context)[0], 0)
+
+    assert jnp.array_equal(second_document(h), second_document(jnp.where(later, h, other)))
+    gradient = jax.grad(lambda h: jnp.square(second_document(h)).sum())(h)
+    assert jnp.isfinite(gradient).all()
+    assert float(jnp.abs(jnp.where(later, 0, gradient)).max()) == 0
+    assert float(jnp.abs(jnp.where(later, gradient, 0)).max()) > 0
+
+
 def test_packed_documents_do_not_see_each_other():
     config = model_config(slack=1000)
     layer = layer_of(config)
