@@ -213,12 +213,8 @@ def test_documents_that_start_inside_a_chunk_do_not_see_each_other(local, kernel
     layer = layer_of(config)
     start = jnp.asarray([13, 27])[:, None]
     index = jnp.broadcast_to(jnp.arange(5 * M), (2, 5 * M))
-    context = Context(
-        segment_ids=1 + (index >= start),
-        positions=jnp.where(index >= start, index - start, index),
-        budget="prefix",
-        beta=3.0,
-    )
+    positions = jnp.where(index >= start, index - start, index)
+    context = Context(segment_ids=1 + (index >= start), positions=positions, budget="prefix", beta=3.0)
     h, other = (jax.random.normal(jax.random.key(seed), (2, 5 * M, D)) for seed in (1, 2))
     later = (index >= start)[..., None]
 
