@@ -21,7 +21,6 @@ from aamoe_jax.generation.decoder import Decoder
 from aamoe_jax.generation.generate import generate
 from aamoe_jax.generation.sampling import Sampling
 from aamoe_jax.generation.stream import stream
-from aamoe_jax.mixers.attention import SparseAttentionConfig
 from aamoe_jax.mixers.base import Context, Mixer
 from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
 from aamoe_jax.mixers.costs import Costs, Setting
@@ -29,6 +28,7 @@ from aamoe_jax.mixers.depth import MixtureOfDepthsConfig
 from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
 from aamoe_jax.mixers.experts import MoEConfig
 from aamoe_jax.mixers.fixed_maps import FixedQKConfig
+from aamoe_jax.mixers.sparse_attention import SparseAttentionConfig
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.model import LanguageModel, merge, split, structure
 from aamoe_jax.registry import register

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.varying import varying
 
@@ -52,7 +52,13 @@ class Shards:
         if x.shape[dimension] % self.count(axes):
             raise ValueError(f"dimension {dimension} of {x.shape} cannot be divided over {axes}: {self}")
         size = x.shape[dimension] // self.count(axes)
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, dimension)
+        return jax.lax.dynamic_slice_in_dim(x, self.start(x.shape[dimension], axes), size, dimension)
+
+    def start(self, length: int, axes: tuple[str, ...]) -> Int[Array, ""] | int:
+        """Where this device's part of so many tokens begins."""
+        if not (axes := self._moving(axes)):
+            return 0
+        return jax.lax.axis_index(axes) * (length // self.count(axes))
 
     def gather(self, x: Array, axes: tuple[str, ...], dimension: int = 1) -> Array:
         """The parts of all devices along these axes, one after the other: the inverse of `part`."""

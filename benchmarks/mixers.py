@@ -19,12 +19,15 @@ from typing import Any
 import jax
 from absl import app, flags
 from jax.stages import Compiled
+from jaxtyping import Array
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.ledger.compiled import Inputs, Row, Trial
+from aamoe_jax.mixers.attention import CausalAttention
+from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.build import costs
-from aamoe_jax.mixers.costs import Setting
-from aamoe_jax.registry import MIXERS
+from aamoe_jax.mixers.costs import Costs, Loop, Setting, key_value_cache, projections, rotated, squares
+from aamoe_jax.registry import MIXERS, register
 from benchmarks import measure
 from benchmarks.report import table
 from experiments.program import command_line, publish, start
@@ -33,8 +36,25 @@ FLAGS = flags.FLAGS
 STANDARD: str = "attention"
 
 
+class MaskedAttention(CausalAttention):
+    """Standard attention that lays out the square of scores, and hides what is not seen: what `flash` replaces."""
+
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """Whole squares."""
+        return projections(at) + rotated(at) + squares(at) + key_value_cache(at)
+
+    @staticmethod
+    def loops(at: Setting) -> tuple[Loop, ...]:
+        return ()
+
+    def _attend(self, query: Array, key: Array, value: Array, context: Context) -> Array:
+        return jax.nn.dot_product_attention(query, key, value, mask=self._visible(context)[:, None])
+
+
 def define_flags() -> None:
-    """The flags of this program."""
+    """The flags of this program, which has one mixer more than the library."""
+    register("masked_attention", "attention in whole squares", heads="softmax")(MaskedAttention)
     flags.DEFINE_list("lengths", ["1024", "4096", "16384"], "L: tokens of the one row, ascending.")
     flags.DEFINE_integer("rounds", 5, "Timed runs of each mixer at each length.", lower_bound=1)
     flags.DEFINE_list("mixers", sorted(MIXERS), f"Which mixers; {STANDARD} is always among them.")
@@ -105,7 +125,8 @@ def report(record: Mapping[str, Any]) -> str:
         f"    {record['command']}",
         f"{machine['device']}, {machine['cores']} cores, JAX {machine['versions']['jax']}; {record['setting']}. "
         f"Median of {record['rounds']} rounds; in each round every mixer runs once, one after the other.",
-        "Ratios are to standard attention in the same run. FLOPs are the ledger's in closed form, all budgets spent, "
+        "Ratios are to standard attention in the same run, which is computed block by block; `masked_attention` is the "
+        "same in whole squares. FLOPs are the ledger's in closed form, all budgets spent, "
         "the backward pass as twice the forward; memory is what the compiler has laid out. Mixers are as they are "
         "initialised: budgets of AA-MoE are alike, half of the experts of `relu_moe` are on, more than it aims "
         "at; `mixture_of_depths` has causal budgets, under which all tokens are computed. A mixer that takes more than "

@@ -144,7 +144,8 @@ def beyond_one_turn(name: str, config: ModelConfig, rows: int, length: int) -> C
     if issubclass(cls, AAMoECosts):
         return _beyond_one_turn_of_pairs(at)
     if not issubclass(cls, Experts):
-        return Costs()
+        more = sum(loop.scores - loop.turn for loop in cls.loops(at))
+        return Costs(prefill_flops=4 * at.width * rows * more)
     # Blocks of tokens of one expert.
     per_token, chosen = 4 * at.width * expert_width(config), cls.experts_per_token(config)
     turns = (at.tokens * chosen - min(BLOCK, at.tokens), rows * chosen - min(BLOCK, rows))

@@ -1,41 +1,23 @@
-"""Multi-head attention over earlier tokens: all, or those that a static selector keeps (eq 1; UNI-02, UNI-08)."""
+"""Multi-head attention over earlier tokens (eq 1; UNI-02). `sparse_attention.py` has it over some of them."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Literal
+from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from aamoe_jax.config import ModelConfig, require_positive
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, QueryKeyValue, apply_rotary, merge_heads, residual_gain
 from aamoe_jax.mixers.base import Cache, Context, Statistics, causal_mask
-from aamoe_jax.mixers.cache import empty_cache
-from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, key_value_cache, projections, rotated, squares
+from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
+from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Number, Setting, blocks, key_value_cache, projections, rotated
 from aamoe_jax.mixers.family import Form, head_mix, head_scores, softmax_selected
+from aamoe_jax.mixers.flash import flash_attention, loop
 from aamoe_jax.mixers.parts import Part
 from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
-
-Selector = Literal["all", "window", "strided", "sinks"]
-
-
-@dataclasses.dataclass(frozen=True)
-class SparseAttentionConfig:
-    """Which earlier tokens `local_attention`, `strided_attention` and `sink_attention` see (UNI-08)."""
-
-    window: int = 128
-    """Of `local_attention` and `sink_attention`: tokens seen, the token itself included."""
-    stride: int = 32
-    """Of `strided_attention`: the last so many tokens are seen, and every so-many-th before them."""
-    sinks: int = 4
-    """Of `sink_attention`: first tokens of the document that everyone sees."""
-
-    def __post_init__(self) -> None:
-        require_positive(self, "window", "stride", "sinks")
 
 
 @register("attention", "softmax attention to all earlier tokens", heads="softmax")
@@ -43,34 +25,37 @@ class CausalAttention(Part):
     """softmax(q K^T / sqrt(k)) V over the token's own document, and W^O over all heads (AA-03, AA-04, DEC-02)."""
 
     label = "attention"
-    forms = (Form("earlier tokens", "q . k / sqrt(k)", "all", "softmax over the kept", "x W^V, then W^O"),)
+    forms: ClassVar[tuple[Form, ...]] = (
+        Form("earlier tokens", "q . k / sqrt(k)", "all", "softmax over the kept", "x W^V, then W^O"),
+    )
     has_map = True
 
-    def __init__(self, config: ModelConfig, selector: Selector = "all", *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.qkv = QueryKeyValue(config, rngs=rngs)
         self.output = Projection(
             config.d_model, config.d_model, axes=("heads", "storage"), rngs=rngs, gain=residual_gain(config)
         )
         self.config = config
-        self.selector: Selector = selector
-        self.sparse = config.of(SparseAttentionConfig)
 
     @staticmethod
     def costs(at: Setting) -> Costs:
-        """softmax(q K^T) V over all tokens: a static selection is a mask too."""
-        return projections(at) + rotated(at) + squares(at) + key_value_cache(at)
+        """softmax(q K^T) V, block by block, without the blocks of the future."""
+        attended = blocks(at, CausalAttention.loops(at), decoded=at.length, visible=(at.length + 1) / 2)
+        return projections(at) + rotated(at) + attended + key_value_cache(at)
 
     @staticmethod
-    def decode_bytes(at: Setting) -> int:
+    def loops(at: Setting) -> tuple[Loop, ...]:
+        return (loop(at.length, at.length),)
+
+    @staticmethod
+    def decode_bytes(at: Setting) -> Number:
         """Four projections, and all keys and values."""
         return FLOAT * 2 * at.width * (at.width + at.kv_width) + key_value_cache(at).cache_bytes
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         query, key, value = self._rotated(h, context)
         key, value = (context.shards.gather(x, RESOURCE) for x in (key, value))
-        mask = context.shards.part(self._visible(context), RESOURCE)
-        heads = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
-        return self.output(merge_heads(heads)), {}
+        return self.output(merge_heads(self._attend(query, key, value, context))), {}
 
     def attention_map(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b H L S"]:
         """The attention weights of every token here, head by head; a row of zeros has no token."""
@@ -90,17 +75,19 @@ class CausalAttention(Part):
         """One more token in every row."""
         query, key, value = self._rotated(h, context)
         cache = cache.write(context.positions, key, value)
-        scores, earlier = cache.scores(query, context.positions), jnp.arange(cache.key.shape[1])
-        keeps = selected(self.selector, self.sparse, context.positions - earlier, earlier)
-        weights = jax.nn.softmax(jnp.where(keeps[:, None], scores, -jnp.inf), axis=-1)
-        return self.output(merge_heads(cache.mix(weights))), cache
+        return self.output(merge_heads(attend_cached(query, cache, context.positions))), cache
+
+    def _attend(
+        self,
+        query: Float[Array, "b L H k"],
+        key: Float[Array, "b S G k"],
+        value: Float[Array, "b S G k"],
+        context: Context,
+    ) -> Float[Array, "b L H k"]:
+        return flash_attention(query, key, value, context.segment_ids, first=context.attending_from).output
 
     def _visible(self, context: Context) -> Bool[Array, "b L L"]:
-        if self.selector == "all":
-            return causal_mask(context.segment_ids)
-        token = jnp.arange(context.positions.shape[1])
-        distance, position = token[:, None] - token, context.positions[:, None, :]
-        return causal_mask(context.segment_ids) & selected(self.selector, self.sparse, distance, position)
+        return causal_mask(context.segment_ids)
 
     def _rotated(
         self, h: Float[Array, "b L d"], context: Context
@@ -110,54 +97,19 @@ class CausalAttention(Part):
         return apply_rotary(query, rotary), apply_rotary(key, rotary), value
 
 
-def selected(
-    selector: Selector, config: SparseAttentionConfig, distance: Int[Array, "*#b"], position: Int[Array, "*#b"]
-) -> Bool[Array, "*b"]:
-    """Which earlier tokens a static selector keeps: a router whose priorities are positions (UNI-08).
-
-    Args:
-      distance: from the token to the earlier one, at least 0.
-      position: of the earlier one in its document.
-    """
-    match selector:
-        case "all":
-            return jnp.broadcast_to(True, jnp.broadcast_shapes(distance.shape, position.shape))
-        case "window":  # Longformer
-            keeps = distance < config.window
-        case "strided":  # Sparse Transformer
-            keeps = (distance < config.stride) | (distance % config.stride == 0)
-        case "sinks":  # StreamingLLM
-            keeps = (distance < config.window) | (position < config.sinks)
-    return jnp.broadcast_to(keeps, jnp.broadcast_shapes(distance.shape, position.shape))
-
-
-for _name, _selector, _summary, _kept in (
-    ("local_attention", "window", "the last `window` tokens", "the last `window` tokens"),
-    (
-        "strided_attention",
-        "strided",
-        "the last `stride` tokens, and every `stride`-th",
-        "the last `stride` tokens, and every `stride`-th before",
-    ),
-    (
-        "sink_attention",
-        "sinks",
-        "the last `window` and the first `sinks` tokens",
-        "the last `window` tokens, and the first `sinks` of the document",
-    ),
-):
-    register(
-        _name,
-        f"attention to {_summary}",
-        heads="softmax",
-        config=SparseAttentionConfig,
-        forms=(CausalAttention.forms[0]._replace(selection=_kept),),
-        selector=_selector,
-    )(CausalAttention)
+def attend_cached(
+    query: Float[Array, "b 1 H k"], cache: KeyValueCache, positions: Int[Array, "b 1"]
+) -> Float[Array, "b 1 H k"]:
+    """Softmax attention of one token to the places up to `positions`."""
+    return cache.mix(jax.nn.softmax(cache.scores(query, positions), axis=-1))
 
 
 class WeightedAttention(CausalAttention):
     """Attention whose coefficients are no plain softmax, and so are laid out: a subclass has them in `_weigh`."""
+
+    @staticmethod
+    def loops(at: Setting) -> tuple[Loop, ...]:
+        return ()
 
     def _weigh(
         self, h: Float[Array, "b L d"], context: Context

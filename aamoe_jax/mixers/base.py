@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import RotaryTable, rotary_table
-from aamoe_jax.mixers.costs import Costs, Number, Setting
+from aamoe_jax.mixers.costs import Costs, Loop, Number, Setting
 from aamoe_jax.mixers.family import Form
 from aamoe_jax.registry import MIXERS
 from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS, WHOLE, Shards
@@ -116,6 +116,11 @@ class Context:
         rows, length = self.segment_ids.shape
         return self.shards.part(jnp.broadcast_to(jnp.arange(length), (rows, length)), TOKENS)
 
+    @property
+    def attending_from(self) -> Int[Array, ""] | int:
+        """Where in their rows the tokens that attend together begin."""
+        return self.shards.start(self.segment_ids.shape[1], RESOURCE)
+
     # Over a mesh a device has some tokens of a row ("here"), attends for some more with a part of the heads
     # ("attending"), and can look at whole rows. Without a mesh all three are the same.
 
@@ -194,6 +199,11 @@ class Mixer(nnx.Module):
         computed = at.length if cls.decode is Mixer.decode else 1
         flops = 2 * parameters
         return Costs(at.tokens * flops, at.rows * computed * flops, math.nan, cached, flops)
+
+    @staticmethod
+    def loops(at: Setting) -> tuple[Loop, ...]:
+        """The loops over blocks of scores in its forward pass: a compiler's count has one turn of each."""
+        return ()
 
     @staticmethod
     def summarize(statistics: Statistics) -> dict[str, Any]:

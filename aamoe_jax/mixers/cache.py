@@ -33,6 +33,15 @@ class KeyValueCache(NamedTuple):
             self.key.at[row, position].set(flat_heads(key)[:, 0]), write_value(self.value, positions, value)
         )
 
+    def taken(self, places: Int[Array, "b M"]) -> KeyValueCache:
+        """Of the tokens at these places alone."""
+        heads = self.key.shape[0] // places.shape[0]
+        places = jnp.repeat(jnp.maximum(places, 0), heads, axis=0)
+        return KeyValueCache(
+            jnp.take_along_axis(self.key, places[..., None], axis=1),
+            jnp.take_along_axis(self.value, places[:, None], axis=2),
+        )
+
     def fill(self, key: Float[Array, "b L K k"], value: Float[Array, "b L K k"]) -> KeyValueCache:
         """With the first L tokens of every row."""
         return KeyValueCache(self.key.at[:, : key.shape[1]].set(flat_heads(key)), fill_value(self.value, value))
@@ -48,6 +57,28 @@ class KeyValueCache(NamedTuple):
     def mix(self, weights: Float[Array, "b H N"]) -> Float[Array, "b 1 H k"]:
         """The values, weighted."""
         return mix_values(self.value, weights)
+
+
+class Ring(NamedTuple):
+    """Where tokens lie in a cache that forgets: the first `kept` stay, any other gives its place to the one `window`
+    tokens later. So the first N tokens lie in order, and all N places are taken from then on."""
+
+    kept: int
+    window: int
+
+    @property
+    def places(self) -> int:
+        return self.kept + self.window
+
+    def place(self, position: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        """Of the token at this position."""
+        return jnp.where(position < self.kept, position, self.kept + (position - self.kept) % self.window)
+
+    def held(self, last: Int[Array, "b"], places: int) -> Int[Array, "b N"]:
+        """The position of the token in every place after the one at `last`; of a place that is still empty, any."""
+        place, last = jnp.arange(places), last[:, None]
+        latest = jnp.maximum(last - (last - place) % self.window, 0)
+        return jnp.where(place < self.kept, place, latest)
 
 
 def write_value(

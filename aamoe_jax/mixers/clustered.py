@@ -16,11 +16,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig, refuse, require_positive
 from aamoe_jax.layers import apply_rotary, merge_heads, split_heads
-from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
+from aamoe_jax.mixers.attention import WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.cache import KeyValueCache
 from aamoe_jax.mixers.cache import empty_cache as empty_key_value_cache
-from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
+from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, key_value_cache, projections, rotated, squares
 from aamoe_jax.mixers.family import Form, head_scores, softmax_selected
 from aamoe_jax.mixers.statistics import shares
 from aamoe_jax.registry import register
@@ -81,7 +81,8 @@ class ClusteredAttention(WeightedAttention):
     def costs(at: Setting) -> Costs:
         """Attention to all keys, of which those of other clusters are masked; queries and keys meet every centroid."""
         routing = 2 * at.config.of(ClusteredAttentionConfig).clusters * (at.width + at.kv_width)
-        return CausalAttention.costs(at) + at.per_token(routing, 0, FLOAT * at.config.kv_heads)
+        laid_out = projections(at) + rotated(at) + squares(at) + key_value_cache(at)
+        return laid_out + at.per_token(routing, 0, FLOAT * at.config.kv_heads)
 
     @staticmethod
     def summarize(statistics: Statistics) -> dict[str, Any]:

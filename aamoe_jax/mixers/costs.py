@@ -5,10 +5,10 @@ Two conventions stand side by side, because they answer two questions.
 Model FLOPs (for MFU, and for experiments of equal size) are what the model asks for: projections, and scores and values
 over the (L + 1) / 2 keys that a token sees on average, whatever documents hide.
 
-All other figures are those of this code. FLOPs are those of matrix products, also of what a mask then hides: dense
-attention computes whole squares, and in decoding its whole cache. Activation bytes are what the
-forward pass leaves for the backward pass as automatic differentiation chooses it, without recomputation and without
-parameters. Cache bytes are those of the arrays of `empty_cache`.
+All other figures are those of this code. FLOPs are those of matrix products, also of what a mask then hides: attention
+computes whole blocks of scores, mixers that lay out their coefficients whole squares, and decoding its whole cache.
+Activation bytes are what the forward pass leaves for the backward pass as automatic differentiation chooses it, without
+recomputation and without parameters. Cache bytes are those of the arrays of `empty_cache`.
 
 A multiply-add is two FLOPs. Norms, softmaxes, rotary embeddings, sorting and sums are left out of all FLOPs.
 
@@ -18,6 +18,8 @@ Notation: d width, k size of a head, H heads, L tokens per row, s bytes of an ac
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -109,14 +111,35 @@ def projections(at: Setting) -> Costs:
     return at.per_token(4 * d * (d + kv), saved)
 
 
-def key_value_cache(at: Setting) -> Costs:
-    """A cache of the keys and values of all tokens."""
-    return Costs(cache_bytes=2 * at.tokens * at.kv_width * at.size)
+def key_value_cache(at: Setting, tokens: int | None = None) -> Costs:
+    """A cache of the keys and values of so many tokens of a row; None: of all."""
+    return Costs(cache_bytes=2 * at.rows * (at.length if tokens is None else tokens) * at.kv_width * at.size)
 
 
 def rotated(at: Setting) -> Costs:
     """Queries and keys with rotary embeddings."""
     return at.per_token(0, at.size * (at.width + at.kv_width) + 2 * saved_rotation(at.config.head_dim))
+
+
+class Loop(NamedTuple):
+    """A loop over blocks of scores in a row, counted for one head."""
+
+    scores: int
+    """All that it computes."""
+    turn: int
+    """Of one block."""
+
+
+def blocks(at: Setting, loops: Sequence[Loop], *, decoded: int, visible: Number) -> Costs:
+    """Scores and weighted values of `flash_attention`, which saves values, the output and its log-sum-exp.
+
+    Args:
+      decoded: keys that one more token meets.
+      visible: keys that a token sees on average, of one document.
+    """
+    flops, scores = 4 * at.width, sum(loop.scores for loop in loops)
+    saved = at.size * (at.width + at.kv_width) + FLOAT * at.config.num_heads
+    return Costs(at.rows * flops * scores, at.rows * flops * decoded, at.tokens * saved, 0, flops * visible)
 
 
 def squares(at: Setting, float_maps: int = 2) -> Costs:

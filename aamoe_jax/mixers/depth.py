@@ -25,7 +25,7 @@ from aamoe_jax.layers import rotary_table
 from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.base import Context, Mixer, RotaryTables, Statistics
 from aamoe_jax.mixers.cache import KeyValueCache
-from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
+from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Setting
 from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.feed_forward import FeedForward
 from aamoe_jax.mixers.parallel import Parallel
@@ -104,8 +104,7 @@ class MixtureOfDepths(Mixer):
         """A parallel layer over the share of the tokens that goes through: under causal budgets that could be all of
         them, and in decoding every token is computed, and most are dropped."""
         config, d, hidden = at.config, at.width, PREDICTOR_WIDTH
-        capacity = max(1, math.ceil(config.of(MixtureOfDepthsConfig).capacity * at.length))
-        through = dataclasses.replace(at, length=capacity if config.aamoe.budget.normalizer == "row" else at.length)
+        through = _through(at)
         inside, after = Parallel.costs(through), Parallel.costs(at)
         layer = dataclasses.replace(
             inside, decode_flops=after.decode_flops, cache_bytes=after.cache_bytes + at.rows * FLOAT, model_flops=0
@@ -114,6 +113,11 @@ class MixtureOfDepths(Mixer):
         taken = Costs(activation_bytes=through.tokens * at.size * d) + at.per_token(0, 2 * FLOAT * d + FLOAT * hidden)
         model = Costs(model_flops=round(through_flops(config, at.length, config.of(MixtureOfDepthsConfig).capacity)))
         return layer + taken + at.per_token(2 * d + 2 * d * hidden + 2 * hidden, 0) + model
+
+    @staticmethod
+    def loops(at: Setting) -> tuple[Loop, ...]:
+        """Of the attention among those that go through."""
+        return Parallel.loops(_through(at))
 
     @staticmethod
     def summarize(statistics: Statistics) -> dict[str, Any]:
@@ -223,3 +227,9 @@ class MixtureOfDepths(Mixer):
         loss = jnp.where(real, jax.nn.softplus(jnp.where(best, -guess, guess)), 0).sum()
         counts = {"depth_tokens": real, "depth_through": through, "depth_agree": ((guess > 0) == best) & real}
         return {"predictor_loss": loss} | {name: x.sum().astype(jnp.float32) for name, x in counts.items()}
+
+
+def _through(at: Setting) -> Setting:
+    """The rows of those that go through, as long as they are computed."""
+    capacity = max(1, math.ceil(at.config.of(MixtureOfDepthsConfig).capacity * at.length))
+    return dataclasses.replace(at, length=capacity if at.config.aamoe.budget.normalizer == "row" else at.length)

@@ -6,7 +6,7 @@ from flax import nnx
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.attention import CausalAttention
-from aamoe_jax.mixers.costs import Costs, Setting
+from aamoe_jax.mixers.costs import Costs, Loop, Number, Setting
 from aamoe_jax.mixers.feed_forward import FeedForward
 from aamoe_jax.mixers.parts import SideBySide
 from aamoe_jax.registry import register
@@ -27,6 +27,11 @@ class Parallel(SideBySide):
         return CausalAttention.costs(at) + FeedForward.costs(at)
 
     @staticmethod
-    def decode_bytes(at: Setting) -> int:
+    def loops(at: Setting) -> tuple[Loop, ...]:
+        """Of its attention."""
+        return CausalAttention.loops(at)
+
+    @staticmethod
+    def decode_bytes(at: Setting) -> Number:
         """Of both."""
         return CausalAttention.decode_bytes(at) + FeedForward.decode_bytes(at)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from aamoe_jax.layers import merge_heads
 from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
-from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, projections
+from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Setting, projections
 from aamoe_jax.mixers.family import Form, head_scores, largest_logit, softmax_selected
 from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
@@ -177,6 +177,10 @@ class NonApproximateAttention(CausalAttention):
     """
 
     forms = (Form("earlier tokens", "SiLU(q_j) . k_j / sqrt(k)", "all", "softmax", "x W^V, then W^O"),)
+
+    @staticmethod
+    def loops(at: Setting) -> tuple[Loop, ...]:
+        return ()
 
     @staticmethod
     def costs(at: Setting) -> Costs:

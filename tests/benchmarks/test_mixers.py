@@ -9,9 +9,12 @@ import jax
 import numpy as np
 import pytest
 from absl import app
+from flax import nnx
 
 from aamoe_jax.config import AAMoEConfig, ModelConfig
 from aamoe_jax.ledger.compiled import Trial
+from aamoe_jax.mixers.attention import CausalAttention
+from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.build import costs
 from aamoe_jax.mixers.costs import Setting
 from benchmarks import mixers
@@ -40,6 +43,14 @@ def test_the_step_is_the_output_and_its_gradients():
     assert output.shape == inputs.h.shape
 
 
+def test_masked_attention_is_standard_attention():
+    context, h = Context.of_rows(CONFIG, 1, 24), jax.random.normal(jax.random.key(0), (1, 24, 16))
+    found, wanted = (
+        part(CONFIG, rngs=nnx.Rngs(0))(h, context)[0] for part in (mixers.MaskedAttention, CausalAttention)
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
 def test_what_does_not_fit_is_not_run():
     names = ["attention", "feed_forward"]
     row = mixers.measure_length(CONFIG, names, 64, rounds=1, room=0.0)
@@ -54,7 +65,14 @@ def test_what_does_not_fit_is_not_run():
 
 
 def test_the_program_measures_and_writes(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.mixers", "--lengths=32,64", "--rounds=1", "--mixers=moe,random_qk"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.mixers",
+        "--lengths=32,64",
+        "--rounds=1",
+        "--mixers=moe,masked_attention",
+    ]
     command += ["--width=16", "--heads=2", "--chunk_size=16", "--experts=4", f"--output={tmp_path / 'x.json'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -62,11 +80,12 @@ def test_the_program_measures_and_writes(tmp_path):
     assert done.stdout == (tmp_path / "x.md").read_text() == mixers.report(record)
     assert [row["length"] for row in record["rows"]] == [32, 64]
     for row in record["rows"]:
-        assert list(row["mixers"]) == ["attention", "moe", "random_qk"]
+        assert list(row["mixers"]) == ["attention", "masked_attention", "moe"]
         for name, figures in row["mixers"].items():
             assert figures["milliseconds"] > 0
-            config = ModelConfig(d_model=16, num_heads=2, num_layers=1, aamoe=CONFIG.aamoe)
-            assert figures["flops"] == pytest.approx(3 * costs(name, Setting(config, 1, row["length"])).prefill_flops)
+            at = Setting(ModelConfig(d_model=16, num_heads=2, num_layers=1, aamoe=CONFIG.aamoe), 1, row["length"])
+            wanted = mixers.MaskedAttention.costs(at) if name == "masked_attention" else costs(name, at)
+            assert figures["flops"] == pytest.approx(3 * wanted.prefill_flops)
 
 
 def test_the_standard_is_among_those_chosen_and_unknown_ones_are_refused():

@@ -3,7 +3,7 @@
 import numpy as np
 
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.mixers.attention import SparseAttentionConfig
+from aamoe_jax.mixers.sparse_attention import SparseAttentionConfig
 from tests.mixers.rows import Rows, heads_of, rms, turned
 
 

@@ -13,11 +13,11 @@ import pytest
 from flax import nnx
 
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.mixers.attention import SparseAttentionConfig
 from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
 from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
 from aamoe_jax.mixers.experts import MoEConfig
+from aamoe_jax.mixers.sparse_attention import SparseAttentionConfig
 from aamoe_jax.registry import MIXERS
 from tests.mixers import oracle_attention, oracle_deconstructed, oracle_depth, oracle_dynamic, oracle_experts
 from tests.mixers.rows import two_rows
