@@ -50,7 +50,7 @@ LEAK = 1e-5
 """The largest change of a logit by what its token must not see: most mixers make none at all."""
 GATHER = (
     "along resource and tensor h holds the tokens of this device alone: gather those of the whole rows with "
-    "context.shards.gather(h, TOKENS), and return context.shards.part(output, TOKENS)"
+    "context.move(h, 'here', 'rows'), and return context.move(output, 'rows', 'here')"
 )
 
 
@@ -67,8 +67,8 @@ def check_mixer(
     * Decoding: logits of tokens that come one by one, through the caches, are those of the whole row.
     * Gradients: finite, and of every parameter.
     * Meshes: on two devices, loss, statistics and gradients are those of one, along every axis of the mesh. Where there
-      is one device, this runs in another process with two CPU devices: the mixer must then come from a file that
-      `import_mixers` or `--import` has imported.
+      is one device, this runs in another process with two CPU devices: the mixer must then have a file of its own,
+      which that process can import.
 
     Args:
       name: of a registered mixer.
@@ -198,7 +198,9 @@ def _check_meshes(params: Params, tokens: Int[np.ndarray, "b L"], config: ModelC
 
 def _check_meshes_apart(length: int, config: ModelConfig) -> None:
     """The same in another process, which has two CPU devices."""
-    request = {"config": to_dict(config), "length": length, "imports": imported()}
+    module = sys.modules[MIXERS[config.pattern[0]].cls.__module__]
+    own = [] if module.__name__.startswith("aamoe_jax.") else [(module.__name__, str(module.__file__))]
+    request = {"config": to_dict(config), "length": length, "imports": [*imported(), *own]}
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     done = subprocess.run(
         [sys.executable, "-c", "import sys; from aamoe_jax.check import main; sys.exit(main())"],
@@ -222,7 +224,12 @@ def _step(
     placement = place(experiment, jax.devices()[:count])
     weights = loss_weights(config) | {"sparsity_loss": np.ones_like(first_sparsity_weights(config))}
     compute = functools.partial(
-        gradients_and_metrics, structure(config), weights=weights, accumulate=1, shards=placement.shards
+        gradients_and_metrics,
+        structure(config),
+        weights=weights,
+        accumulate=1,
+        shards=placement.shards,
+        byte_lengths=np.ones(config.vocab_size, np.int32),
     )
     batch = {
         "tokens": tokens,

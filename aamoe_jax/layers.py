@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import ModelConfig
 
@@ -58,11 +58,6 @@ def residual_gain(config: ModelConfig) -> float:
 def split_heads(x: Float[Array, "*batch d"], head_dim: int) -> Float[Array, "*batch H k"]:
     """Rows split contiguously into heads of size `head_dim` (decision 11): as many as are here."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // head_dim, head_dim)
-
-
-def flatten_tokens(x: Shaped[Array, "b L *rest"]) -> Shaped[Array, "bL *rest"]:
-    """The tokens of all rows in one list: they share the experts' work."""
-    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def merge_heads(x: Float[Array, "*batch H k"]) -> Float[Array, "*batch d"]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.fixed_maps import fixed_streams
 from aamoe_jax.registry import MIXERS
 from aamoe_jax.shards import TENSOR, TOKENS, WHOLE, Shards
-from pallas_kernels.varying import equally_varying
+from pallas_kernels.varying import varying
 
 Skipped = int | str
 """A layer, counted from 0, or a mixer wherever it stands."""
@@ -205,7 +204,27 @@ class LanguageModel(nnx.Module):
             fixed=fixed_streams(self.config, self.embed, tokens.shape[1], shards) if self.reads_fixed_streams else None,
         )
         context = dataclasses.replace(context, rotary_tables=context.rotary(self.config))
-        x, statistics = self._run_periods(x, context)
+        graphdef, params = nnx.split(self.periods)
+
+        def body(carry: tuple[Array, Any], inputs: tuple[Any, Array, Any]) -> tuple[Any, tuple[Statistics, ...]]:
+            (x, fixed), (params, betas, kept) = carry, inputs
+            # Gathered inside the body: one period at a time, and once more in the backward pass under `remat`.
+            params = nnx.map_state(lambda _, param: param.replace(shards.for_use(param, self.config.dtype)), params)
+            at = dataclasses.replace(context, fixed=fixed)
+            x, fixed, statistics = nnx.merge(graphdef, params)(x, at, betas, kept)
+            return (x, fixed), statistics
+
+        if self.config.remat != "none":
+            body = jax.checkpoint(body, policy=REMAT_POLICIES[self.config.remat])
+        carry, _ = varying(((x, context.fixed), params))  # what goes around a loop keeps its type
+        betas = betas_of_blocks(self.config, context.scale, context.max_scale)
+        kept = kept_blocks(self.config, self.skipped) if self.skipped else None
+        # One period per step of a scan: compiled once, whatever the depth.
+        (x, _), collected = jax.lax.scan(body, carry, (params, betas, kept))
+        statistics: Statistics = {}  # of the mixers of a period, [periods, ...], as [layers that have it, ...]
+        for name in dict.fromkeys(name for found in collected for name in found):
+            stack = jnp.stack([found[name] for found in collected if name in found], axis=1)
+            statistics[name] = jax.lax.collapse(stack, 0, 2)
         if extra:
             x, statistics = x[:, :length], {name: _first(name, x, length) for name, x in statistics.items()}
         return self.logits(x, shards), statistics
@@ -220,38 +239,6 @@ class LanguageModel(nnx.Module):
         readout = shards.for_use(self.embedding if self.config.embedding == "tied" else self.readout, self.config.dtype)
         x = self.norm(x)
         return jnp.einsum("...d,vd->...v", x, readout.astype(x.dtype), preferred_element_type=jnp.float32)
-
-    def _run_periods(self, x: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
-        """All blocks in order, one period per step of a scan: compiled once, whatever the depth."""
-        graphdef, params = nnx.split(self.periods)
-
-        def body(carry: tuple[Array, Any], inputs: tuple[Any, Array, Any]) -> tuple[Any, tuple[Statistics, ...]]:
-            (x, fixed), (params, betas, kept) = carry, inputs
-            # Gathered inside the body: one period at a time, and once more in the backward pass under `remat`.
-            params = nnx.map_state(
-                lambda _, param: param.replace(context.shards.for_use(param, self.config.dtype)), params
-            )
-            at = dataclasses.replace(context, fixed=fixed)
-            x, fixed, statistics = nnx.merge(graphdef, params)(x, at, betas, kept)
-            return (x, fixed), statistics
-
-        carry, _ = equally_varying(((x, context.fixed), params))  # what goes around a loop keeps its type
-        betas = betas_of_blocks(self.config, context.scale, context.max_scale)
-        kept = kept_blocks(self.config, self.skipped) if self.skipped else None
-        if self.config.remat != "none":
-            body = jax.checkpoint(body, policy=REMAT_POLICIES[self.config.remat])
-        (x, _), collected = jax.lax.scan(body, carry, (params, betas, kept))
-        return x, _in_layer_order(collected)
-
-
-def _in_layer_order(collected: Sequence[Statistics]) -> Statistics:
-    """Statistics of the mixers of a period, each [periods, ...], as one dict of [layers that have it, ...]."""
-    names = dict.fromkeys(name for statistics in collected for name in statistics)
-    result = {}
-    for name in names:
-        stack = jnp.stack([statistics[name] for statistics in collected if name in statistics], axis=1)
-        result[name] = stack.reshape(stack.shape[0] * stack.shape[1], *stack.shape[2:])
-    return result
 
 
 def _first(name: str, x: Array, length: int) -> Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -120,16 +121,10 @@ WHOLE = Shards()
 """No mesh."""
 
 
-def sum_over_all(x: Array) -> Array:
-    """The sum over all devices of the mesh of what each has counted of its own."""
-    return jax.lax.psum(varying(x, AXES), AXES)
+def all_reduce(x: Array, reduce: Callable = jax.lax.psum, axes: tuple[str, ...] = AXES) -> Array:
+    """The sum over all devices of the mesh, or along some of its axes, of what each has counted of its own.
 
-
-def sum_over_rows(x: Array) -> Array:
-    """The sum over the devices that have other rows."""
-    return jax.lax.psum(varying(x, AXES), ROWS)
-
-
-def max_over_all(x: Array) -> Array:
-    """The largest over all devices of the mesh."""
-    return jax.lax.pmax(varying(x, AXES), AXES)
+    Args:
+      reduce: `jax.lax.pmax` for the largest instead.
+    """
+    return reduce(varying(x, AXES), axes)

@@ -127,6 +127,7 @@ def compiled_on(
         weights=loss_weights(config.model)
         | {"sparsity_loss": np.full(len(config.model.layers_of("relu_moe")), 0.1, np.float32)},
         shards=placement.shards,
+        byte_lengths=np.ones(config.model.vocab_size, np.int32),
     )
     step = jax.jit(over_mesh(compute, placement, (placement.params, PartitionSpec())))
     index, count = placement.shard(config.training.batch_size)

@@ -6,17 +6,13 @@ from typing import Any
 import jax
 
 
-def varying(arrays: Any, axes: Iterable[str]) -> Any:
-    """The same arrays, free to differ between devices along these axes. The transpose adds up over those."""
+def varying(arrays: Any, axes: Iterable[str] | None = None) -> Any:
+    """The same arrays, free to differ between devices along these axes. The transpose adds up over those.
 
-    missing = lambda x: tuple(sorted(set(axes) - jax.typeof(x).manual_axis_type.varying))  # noqa: E731
-    return jax.tree.map(lambda x: jax.lax.pcast(x, missing(x), to="varying"), arrays)
-
-
-def equally_varying(arrays: Any) -> Any:
-    """Lets every array vary over the axes that any of them varies over: kernels and loops want arguments of one type.
-
-    Done outside a custom VJP, so that autodiff adds the sums over those axes. Nothing changes elsewhere.
+    Args:
+      axes: None: those along which any of the arrays varies, for kernels and loops want arguments of one type. Done
+        outside a custom VJP, so that autodiff adds the sums. Outside of `shard_map` nothing changes.
     """
-    leaves = jax.tree.leaves(arrays)
-    return varying(arrays, frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves)))
+    varies = lambda x: jax.typeof(x).manual_axis_type.varying  # noqa: E731
+    axes = frozenset().union(*map(varies, jax.tree.leaves(arrays))) if axes is None else frozenset(axes)
+    return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(sorted(axes - varies(x))), to="varying"), arrays)

@@ -241,7 +241,9 @@ def pay(
 def afford(
     ranking: Ranking, count: Int[Array, "b L"], budget: Float[Array, "b L #K"], cost: Num[Array, "*#b K"]
 ) -> Allocation:
-    """The first `count` of the ranked resources, with log P = log sigma(B_i - k) + r (eq 14-15; AA-20, AA-21).
+    """The first `count` of the ranked resources, with log P = log sigma(B_i - k) + r.
+
+    That is eq 11 (AA-18, AA-19) times eq 14 (AA-20, AA-21).
 
     Args:
       budget: the real budget that each is paid from.
@@ -250,13 +252,8 @@ def afford(
     used = jnp.arange(1, ranking.scores.shape[-1] + 1) <= count[..., None]
     # Unused slots may hold -inf: replaced before use, so that no gradient meets it.
     score = jnp.where(used, ranking.scores, 0.0)
-    return Allocation(ranking.resource, jnp.where(used, log_affordability(budget, cost) + score, 0.0), count)
-
-
-def log_affordability(budget: Float[Array, "..."], cost: Num[Array, "..."]) -> Float[Array, "..."]:
-    """log P(i can afford its k-th item) = log sigma(B_i - cost), what its first k items cost together: k, where every
-    item has price 1 (eq 11; AA-18, AA-19)."""
-    return jax.nn.log_sigmoid(budget - cost)
+    log_affordability = jax.nn.log_sigmoid(budget - cost)  # of the k-th
+    return Allocation(ranking.resource, jnp.where(used, log_affordability + score, 0.0), count)
 
 
 def log_partition(

@@ -1,75 +1,91 @@
 """Attention of every token to what it was given, context and experts in one softmax (eq 5-7, 16; AA-16, AA-17, AA-41).
 
-Shapes: b rows, L tokens per row, s of them attend together, m keys per resource, E experts, K slots,
+Shapes: b rows, L tokens per row, n of them here, s of them attend together, m keys per resource, E experts, K slots,
 H heads here, k head size.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Num
+from jax.lax import collapse
+from jaxtyping import Array, Float
 
-from aamoe_jax.aamoe.resources import flat_index, representation_tensor
+from aamoe_jax.aamoe.allocation import Allocation
+from aamoe_jax.aamoe.budget import most_pairs
+from aamoe_jax.aamoe.parallel import Attended, Softmax, attend_everywhere
+from aamoe_jax.aamoe.resources import LOCAL, representation_tensor
 from aamoe_jax.aamoe.router import Heads
-from aamoe_jax.layers import flatten_tokens
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.base import Context
+from aamoe_jax.shards import TENSOR
 from pallas_kernels.block_sparse_attention import Pairs, Window, block_sparse_attention
 
 
-class Softmax(NamedTuple):
-    """Attention over some keys, and the log-sum-exp of its scores: -inf where there are none."""
-
-    output: Float[Array, "b s H k"]
-    lse: Float[Array, "b s H"]
-
-
-class Attended(NamedTuple):
-    """The attention of the tokens that attend together."""
-
-    attention: Softmax
-    mass: Float[Array, "b s K"]
-    """Share of the attention on each slot, mean over heads."""
-    overflow: Num[Array, ""] | float = 0
-    """Pairs dropped past `MeshConfig.pair_bound`."""
-
-
-def attend_here(
-    heads: Heads, pairs: Pairs, window_bias: Float[Array, "b L"] | None, context: Context, **options: Any
+def attend(
+    heads: Heads, allocation: Allocation, context: Context, config: ModelConfig, max_score: Float[Array, ""] | None
 ) -> Attended:
-    """Attention where all resources are on this device: one call, the window in it (AA-17).
+    """softmax(q . k / sqrt(k) + log P) v over the keys of all resources of a token: one call, the window in it (AA-17).
+
+    Of the tokens that attend together. Mass is of the tokens here, 0 in unused slots.
 
     Args:
-      pairs: what the tokens of rows were given beside the window, by the row's index (chunks, then experts).
-      window_bias: of the window; -inf for tokens without budget. None: there is no window.
-      options: of `block_sparse_attention`.
+      max_score: what no score exceeds, where norms bound it.
     """
-    rows, length = context.segment_ids.shape
-    chunks, num_experts = length // heads.expert_key.shape[1], len(heads.expert_key)
-    window = None
-    if window_bias is not None:
-        segment = (length + 1) * jnp.arange(rows)[:, None] + context.segment_ids
-        window = Window(window_bias.reshape(-1), segment.reshape(-1))
-    pairs = pairs._replace(resource=flat_index(pairs.resource, chunks))
-    keys = representation_tensor(heads.key, heads.expert_key)
-    attention = block_sparse_attention(
-        flatten_tokens(heads.rotated_query),
-        flatten_tokens(heads.query),
-        keys,
-        representation_tensor(heads.value, heads.expert_value),
-        Pairs(*map(flatten_tokens, pairs)),
-        num_context=len(keys) - num_experts,
-        window=window,
-        row_chunks=chunks,
-        **options,
-    )
-    output, lse, mass = (x.reshape(rows, length, *x.shape[1:]) for x in attention)
-    if window is not None:  # the window's share is what the routed resources leave over
-        mass = jnp.concatenate([1.0 - mass.sum(-1, keepdims=True), mass], axis=-1)
-    return Attended(Softmax(output, lse), mass)
+    shards, layer, local = context.shards, config.aamoe, LOCAL[config.aamoe.local]
+    # eq 15-16, AA-21
+    bias = allocation.log_prob if layer.bias == "log_prob" else jnp.zeros_like(allocation.log_prob)
+    given = allocation.resource, bias, allocation.count
+    resource, bias, count = (context.move(x, "here", "rows") for x in given)
+    window_bias = None
+    if local.window:  # it is in the first slot
+        window_bias = jnp.where(count > 0, bias[..., 0], -jnp.inf)
+        resource, bias, count = resource[..., 1:], bias[..., 1:], jnp.maximum(count - 1, 0)
+    rows, length, slots = resource.shape
+    own, offset = jnp.divmod(jnp.arange(length), layer.chunk_size)
+    prefix = jnp.broadcast_to(offset + 1, context.segment_ids.shape)
+    if not local.partial:  # a prefix that begins in another document shows nothing
+        prefix = jnp.where(context.segment_ids[:, own * layer.chunk_size] == context.segment_ids, prefix, 0)
+    visible = jnp.where(resource == (own - local.partial)[:, None], prefix[..., None], layer.chunk_size)
+    most_beta = max(config.betas) * context.max_scale
+    options: dict[str, Any] = {
+        "max_pairs": most_pairs(context.budget, rows, length, slots, most_beta, layer.budget.slack),
+        "max_score": max_score,
+        "implementation": config.kernel,
+    }
+    if shards.resource > 1:
+        pairs = Pairs(resource, bias, visible, count)
+        found = attend_everywhere(heads, pairs, window_bias, context, context.rotary(config).heads, **options)
+    else:
+        # From the row's own index (its chunks, then the experts) to that of the table of all rows.
+        chunks, row = length // layer.chunk_size, jnp.arange(rows)[:, None]
+        resource += jnp.where(resource < chunks, row[..., None], rows - 1) * chunks
+        window = None
+        if window_bias is not None:
+            segment = (length + 1) * row + context.segment_ids
+            window = Window(window_bias.reshape(-1), segment.reshape(-1))
+        attention = block_sparse_attention(
+            collapse(heads.rotated_query, 0, 2),
+            collapse(heads.query, 0, 2),
+            representation_tensor(heads.key, heads.expert_key),
+            representation_tensor(heads.value, heads.expert_value),
+            Pairs(*(collapse(x, 0, 2) for x in (resource, bias, visible, count))),
+            num_context=rows * chunks,
+            window=window,
+            row_chunks=chunks,
+            **options,
+        )
+        output, lse, mass = (x.reshape(rows, length, *x.shape[1:]) for x in attention)
+        if window is not None:  # the window's share is what the routed resources leave over
+            mass = jnp.concatenate([1.0 - mass.sum(-1, keepdims=True), mass], axis=-1)
+        found = Attended(Softmax(output, lse), mass)
+    mass = shards.scatter_sum(found.mass, TENSOR) / shards.tensor  # the mean over heads
+    used = jnp.arange(mass.shape[-1]) < allocation.count[..., None]
+    # Every part of the heads has the same pairs.
+    return Attended(found.attention, jnp.where(used, mass, 0), found.overflow / shards.tensor)
 
 
 def beside_null(attention: Softmax, null_logit: nnx.Param | None) -> Float[Array, "b s H k"]:

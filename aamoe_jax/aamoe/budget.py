@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from aamoe_jax.mixers.base import BudgetMode
+from aamoe_jax.mixers.base import BudgetMode, Context
 
 PREDICTOR_WIDTH = 64
 """Hidden units of the causal predictor that is trained beside `row` budgets."""
@@ -38,23 +38,17 @@ class Budget(NamedTuple):
     """B_i: the floor, less what is of no use to the token, and what the cap takes."""
 
 
-def budget_of_rows(
-    mode: BudgetMode,
-    signal: Float[Array, "b L"],
-    limit: Int[Array, "b L"],
-    segment_ids: Int[Array, "b L"],
-    beta: Float[Array, ""] | float,
-    slack: int,
-) -> Budget:
-    """Budgets of all tokens of whole rows (AA-11).
+def budget_of_rows(signal: Float[Array, "b n"], limit: Int[Array, "b n"], slack: int, context: Context) -> Budget:
+    """B b_i and B_i (AA-11). They are a matter of whole rows: one number of every token is gathered.
 
     Args:
       signal: importance w_B . h; of `predictor` modes the real budgets that are predicted.
       limit: the most that is of use to a token.
     """
-    real = segment_ids > 0
+    mode, beta, real = context.budget, context.beta, context.segment_ids > 0
+    signal, limit = (context.move(x, "here", "rows") for x in (signal, limit))
     if mode == "prefix":
-        budget = prefix_budgets(signal, segment_ids, beta)
+        budget = prefix_budgets(signal, context.segment_ids, beta)
     elif mode == "row":
         budget = row_budgets(signal, real, beta)
     else:
@@ -63,28 +57,27 @@ def budget_of_rows(
     granted = jnp.where(real, jnp.minimum(wanted, limit), 0)
     if mode in CAPPED:
         granted = cap_spending(granted, real, beta, slack)
-    return Budget(budget, wanted, granted)
+    return Budget(*(context.move(x, "rows", "here") for x in (budget, wanted, granted)))
 
 
 def next_budget(
-    mode: BudgetMode,
     signal: Float[Array, "b 1"],
     limit: Int[Array, "b 1"],
-    positions: Int[Array, "b 1"],
-    beta: Float[Array, ""] | float,
     slack: int,
+    context: Context,
     log_mean: Float[Array, "b 2"],
     spent: Int[Array, "b"],
 ) -> tuple[Budget, Float[Array, "b 2"]]:
     """`budget_of_rows` of one more token in every row, from the running mean (see `next_prefix_budget`) and what was
     spent before it; and the mean after it."""
-    if mode == "prefix":
+    beta, positions = context.beta, context.positions
+    if context.budget == "prefix":
         budget, log_mean = next_prefix_budget(signal, log_mean, positions, beta)
     else:
         budget = signal
     wanted = floor_causal_budgets(budget)
     granted = jnp.minimum(wanted, limit)
-    if mode in CAPPED:
+    if context.budget in CAPPED:
         # Where the budget scale was lowered, more may have been spent than is allowed by now.
         granted = jnp.clip(total_allowance(positions + 1, beta, slack) - spent[:, None], 0, granted)
     return Budget(budget, wanted, granted), log_mean

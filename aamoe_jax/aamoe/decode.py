@@ -16,9 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from aamoe_jax.aamoe import allocation
 from aamoe_jax.aamoe.allocation import Allocation
-from aamoe_jax.aamoe.attend import Softmax, beside_null
+from aamoe_jax.aamoe.attend import beside_null
 from aamoe_jax.aamoe.budget import next_budget
 from aamoe_jax.aamoe.cache import Cache, new_cache
+from aamoe_jax.aamoe.parallel import Softmax
 from aamoe_jax.layers import merge_heads, split_heads
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.convolution import last_tokens
@@ -67,16 +68,8 @@ def decode(
     chunks &= config.aamoe.context == "routed"
     scores, cache = layer.router.next_scores(h, heads, chunks, context, cache)
     candidates = allocation.candidates(config.aamoe, scores, own, chunks, context)
-    budget, log_mean = next_budget(
-        context.budget,
-        layer.budget_signal(h, context),
-        layer.allocator.limit(candidates),
-        context.positions,
-        context.beta,
-        config.aamoe.budget.slack,
-        cache.log_mean,
-        cache.spent,
-    )
+    signal, limit, slack = layer.budget_signal(h, context), layer.allocator.limit(candidates), config.aamoe.budget.slack
+    budget, log_mean = next_budget(signal, limit, slack, context, cache.log_mean, cache.spent)
     cache = cache._replace(log_mean=log_mean, spent=cache.spent + budget.granted[:, 0])
     expert_key, expert_value = layer.expert_rows(config.num_heads)
     output, lse = paged_attention(
@@ -100,7 +93,7 @@ def slots_of(layer: AAMoELayer, allocated: Allocation, positions: Int[Array, "b 
     own, offset = jnp.divmod(positions, config.chunk_size)
     resource, log_prob, count = (x[:, 0] for x in allocated)
     bias = log_prob if config.bias == "log_prob" else jnp.zeros_like(log_prob)
-    end = jnp.where(resource == layer.local.partial_chunk(own), offset + 1, config.chunk_size)
+    end = jnp.where(resource == own - layer.local.partial, offset + 1, config.chunk_size)
     begin = jnp.zeros_like(end)
     if layer.local.window:
         before = jnp.maximum(own - 1, 0)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from aamoe_jax.aamoe import allocation, decode, statistics
-from aamoe_jax.aamoe.allocation import Allocation, Candidates
-from aamoe_jax.aamoe.attend import beside_null
-from aamoe_jax.aamoe.budget import IMPORTANCE, Budget, BudgetPredictor, budget_of_rows
+from aamoe_jax.aamoe.allocation import Allocation
+from aamoe_jax.aamoe.attend import attend, beside_null
+from aamoe_jax.aamoe.budget import IMPORTANCE, BudgetPredictor, budget_of_rows
 from aamoe_jax.aamoe.costs import AAMoECosts
-from aamoe_jax.aamoe.parallel import attend
 from aamoe_jax.aamoe.pooled import PooledRouter
 from aamoe_jax.aamoe.resources import LOCAL, available_chunks
 from aamoe_jax.aamoe.router import Heads, LearnedRouter
@@ -73,9 +72,14 @@ class AAMoELayer(AAMoECosts):
 
     def forward(self, h: Float[Array, "b n d"], context: Context) -> tuple[Float[Array, "b n d"], Steps]:
         """The output, and what led to it."""
+        layer = self.config.aamoe
         heads = self.project(h, context)  # eq 5, 6, 9
-        candidates = self.candidates(h, heads, context)  # eq 4
-        budget = self.budget(h, self.allocator.limit(candidates), context)  # B_i = floor(B b_i)
+        own, chunks = available_chunks(layer, context)
+        scores = self.router.scores(h, heads, chunks, context)  # eq 4
+        own, chunks = (context.move(x, "attending", "here") for x in (own, chunks))
+        candidates = allocation.candidates(layer, scores, own, chunks, context)
+        signal, limit = self.budget_signal(h, context), self.allocator.limit(candidates)
+        budget = budget_of_rows(signal, limit, layer.budget.slack, context)  # B_i = floor(B b_i)
         allocated = self.allocator(candidates, budget)  # eq 8, 10-15
         found = attend(heads, allocated, context, self.config, self.qkv.max_score())  # eq 7, 16
         output = context.sum_over_heads(self.output(merge_heads(beside_null(found.attention, self.null_logit))))
@@ -91,7 +95,7 @@ class AAMoELayer(AAMoECosts):
         Args:
           of_keys: what keys are projected from, where tokens before these are known; None: h, or a convolution of it.
         """
-        h = context.gather_attending(h)
+        h = context.move(h, "here", "attending")
         if of_keys is None and self.config.aamoe.key_convolution:
             of_keys = self.convolution(h, context).astype(h.dtype)
         query, key, value = self.qkv(h, of_keys)
@@ -108,25 +112,6 @@ class AAMoELayer(AAMoECosts):
             nothing = jnp.zeros((0, layer.chunk_size, heads, size))
             return nothing, nothing
         return split_heads(self.expert_keys[...], size), split_heads(self.expert_values[...], size)
-
-    def candidates(self, h: Float[Array, "b n d"], heads: Heads, context: Context) -> Candidates:
-        """r_ij of every resource (eq 4), and which of them every token may choose (AA-07)."""
-        layer = self.config.aamoe
-        chunks = available_chunks(layer, context)
-        scores = self.router.scores(h, heads, chunks, context)
-        own = context.index // layer.chunk_size
-        return allocation.candidates(layer, scores, own, context.part_of_attending(chunks), context)
-
-    def budget(self, h: Float[Array, "b n d"], limit: Int[Array, "b n"], context: Context) -> Budget:
-        """B b_i and B_i (AA-11). They are a matter of whole rows: one number of every token is gathered.
-
-        Args:
-          limit: the most that is of use to a token.
-        """
-        signal, limit = map(context.gather_rows, (self.budget_signal(h, context), limit))
-        slack = self.config.aamoe.budget.slack
-        found = budget_of_rows(context.budget, signal, limit, context.segment_ids, context.beta, slack)
-        return Budget(*map(context.part_of_rows, found))
 
     def budget_signal(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b L"]:
         """What budgets are made of: w_B . h, or the budget that the predictor guesses."""

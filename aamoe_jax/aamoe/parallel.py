@@ -19,18 +19,31 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.lax import collapse
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from aamoe_jax.aamoe.allocation import Allocation
-from aamoe_jax.aamoe.attend import Attended, Softmax, attend_here
-from aamoe_jax.aamoe.budget import most_pairs
-from aamoe_jax.aamoe.resources import LOCAL
 from aamoe_jax.aamoe.router import Heads
-from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import RotaryTable, apply_rotary, flatten_tokens
+from aamoe_jax.layers import RotaryTable, apply_rotary
 from aamoe_jax.mixers.base import Context
-from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS, Shards
+from aamoe_jax.shards import RESOURCE, Shards
 from pallas_kernels.block_sparse_attention import Pairs, Window, block_sparse_attention
+
+
+class Softmax(NamedTuple):
+    """Attention over some keys, and the log-sum-exp of its scores: -inf where there are none."""
+
+    output: Float[Array, "b s H k"]
+    lse: Float[Array, "b s H"]
+
+
+class Attended(NamedTuple):
+    """The attention of the tokens that attend together."""
+
+    attention: Softmax
+    mass: Float[Array, "b s K"]
+    """Share of the attention on each slot, mean over heads."""
+    overflow: Num[Array, ""] | float = 0
+    """Pairs dropped past `MeshConfig.pair_bound`."""
 
 
 class Location(NamedTuple):
@@ -39,46 +52,6 @@ class Location(NamedTuple):
     shard: Int[Array, "*slots"]
     row: Int[Array, "*slots"]
     """In the table of that shard: chunks of all rows, then its experts."""
-
-
-def attend(
-    heads: Heads, allocation: Allocation, context: Context, config: ModelConfig, max_score: Float[Array, ""] | None
-) -> Attended:
-    """softmax(q . k / sqrt(k) + log P) v over the keys of all resources of a token, wherever they are.
-
-    Of the tokens that attend together. Mass is of the tokens here, 0 in unused slots.
-
-    Args:
-      max_score: what no score exceeds, where norms bound it.
-    """
-    shards, layer, local = context.shards, config.aamoe, LOCAL[config.aamoe.local]
-    # eq 15-16, AA-21
-    bias = allocation.log_prob if layer.bias == "log_prob" else jnp.zeros_like(allocation.log_prob)
-    resource, bias, count = (shards.gather(x, TOKENS) for x in (allocation.resource, bias, allocation.count))
-    window_bias = None
-    if local.window:  # it is in the first slot
-        window_bias = jnp.where(count > 0, bias[..., 0], -jnp.inf)
-        resource, bias, count = resource[..., 1:], bias[..., 1:], jnp.maximum(count - 1, 0)
-    own, offset = jnp.divmod(jnp.arange(resource.shape[1]), layer.chunk_size)
-    prefix = jnp.broadcast_to(offset + 1, context.segment_ids.shape)
-    if not local.window:  # a prefix that begins in another document shows nothing
-        prefix = jnp.where(context.segment_ids[:, own * layer.chunk_size] == context.segment_ids, prefix, 0)
-    visible = jnp.where(resource == local.partial_chunk(own)[:, None], prefix[..., None], layer.chunk_size)
-    pairs, most_beta = Pairs(resource, bias, visible, count), max(config.betas) * context.max_scale
-    rows, length, slots = resource.shape
-    options: dict[str, Any] = {
-        "max_pairs": most_pairs(context.budget, rows, length, slots, most_beta, layer.budget.slack),
-        "max_score": max_score,
-        "implementation": config.kernel,
-    }
-    if shards.resource == 1:
-        attended = attend_here(heads, pairs, window_bias, context, **options)
-    else:
-        attended = attend_everywhere(heads, pairs, window_bias, context, context.rotary(config).heads, **options)
-    mass = shards.scatter_sum(attended.mass, TENSOR) / shards.tensor  # the mean over heads
-    used = jnp.arange(mass.shape[-1]) < allocation.count[..., None]
-    # Every part of the heads has the same pairs.
-    return Attended(attended.attention, jnp.where(used, mass, 0), attended.overflow / shards.tensor)
 
 
 def attend_everywhere(
@@ -91,7 +64,7 @@ def attend_everywhere(
     max_pairs: int,
     **options: Any,
 ) -> Attended:
-    """`attend_here` where resources are divided.
+    """`attend.attend` where resources are divided.
 
     Args:
       rotary: of all tokens of the row.
@@ -124,11 +97,11 @@ def routed_attention(
     pairs, place = _pairs_here(pairs, location_of(pairs.resource, count, experts, shards))
     keys, values = (_spread(x.reshape(len(x), count, m, *x.shape[2:]), shards) for x in (heads.key, heads.value))
     found = block_sparse_attention(
-        flatten_tokens(apply_rotary(query, rotary)),
-        flatten_tokens(query),
+        collapse(apply_rotary(query, rotary), 0, 2),
+        collapse(query, 0, 2),
         jnp.concatenate([keys, heads.expert_key.astype(keys.dtype)]),
         jnp.concatenate([values, heads.expert_value.astype(values.dtype)]),
-        Pairs(*map(flatten_tokens, pairs)),
+        Pairs(*(collapse(x, 0, 2) for x in pairs)),
         num_context=len(keys),
         max_pairs=bound,
         row_chunks=len(keys) // len(query),
@@ -159,10 +132,10 @@ def window_attention(
     segment += (segment_ids.shape[1] + 1) * jnp.arange(rows)[:, None]
     nothing = jnp.zeros((rows * (s + m), 0), jnp.int32)
     found = block_sparse_attention(
-        flatten_tokens(query),
-        flatten_tokens(query),
-        flatten_tokens(key).reshape(-1, m, *key.shape[2:]),
-        flatten_tokens(value).reshape(-1, m, *value.shape[2:]),
+        collapse(query, 0, 2),
+        collapse(query, 0, 2),
+        key.reshape(-1, m, *key.shape[2:]),
+        value.reshape(-1, m, *value.shape[2:]),
         Pairs(nothing, nothing.astype(jnp.float32), nothing, jnp.zeros(len(nothing), jnp.int32)),
         num_context=rows * (s // m + 1),
         max_pairs=0,

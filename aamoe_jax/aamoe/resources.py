@@ -26,14 +26,13 @@ class Local(NamedTuple):
     routed: bool = False
     """It is the own chunk up to the token, which competes like any other."""
 
-    def partial_chunk(self, own: Int[Array, "*tokens"]) -> Int[Array, "*tokens"]:
-        """The chunk of which a token sees a prefix alone: its own up to itself; with a window, of the one before what
-        the window leaves over (keys in both would count twice)."""
-        return own - 1 if self.window else own
+    partial: int = 0
+    """How many chunks before its own is the one of which a token sees a prefix alone: its own up to itself; with a
+    window, of the one before what the window leaves over (keys in both would count twice)."""
 
 
 LOCAL: Mapping[str, Local] = {
-    "window": Local(first=True, window=True),
+    "window": Local(first=True, window=True, partial=1),
     "chunk": Local(first=True),
     "routed": Local(routed=True),
     "none": Local(),
@@ -49,9 +48,9 @@ def representation_tensor(context: Float[Array, "b L *d"], experts: Float[Array,
     return jnp.concatenate([context.reshape(-1, *experts.shape[1:]), experts.astype(context.dtype)])
 
 
-def available_chunks(config: AAMoEConfig, context: Context) -> Bool[Array, "b s l"]:
-    """Whether chunk j may be chosen by token i: completed before the token's own chunk began, and of its document
-    (AA-07, AA-15). Without routed context there is none.
+def available_chunks(config: AAMoEConfig, context: Context) -> tuple[Int[Array, "b s"], Bool[Array, "b s l"]]:
+    """The chunk that token i is in, and whether it may choose chunk j: completed before its own began, and of its
+    document (AA-07, AA-15). Without routed context there is none.
 
     An incomplete chunk ends in padding (segment 0), which no token shares. Where a document starts inside a chunk, the
     chunk is nobody's; the data of this package never does that (decision 30).
@@ -62,18 +61,11 @@ def available_chunks(config: AAMoEConfig, context: Context) -> Bool[Array, "b s 
     m, length = config.chunk_size, context.segment_ids.shape[1]
     if length % m:
         raise ValueError(f"rows of {length} tokens are not whole chunks of {m}: pad h and the context")
-    index = jnp.broadcast_to(jnp.arange(length), context.segment_ids.shape)
-    index, segment = map(context.rows_to_attending, (index, context.segment_ids))
+    own = jnp.broadcast_to(jnp.arange(length) // m, context.segment_ids.shape)
+    own, segment = (context.move(x, "rows", "attending") for x in (own, context.segment_ids))
     segments = context.segment_ids.reshape(len(context.segment_ids), -1, m)
     last = segments[..., -1]
     chunk_segment = jnp.where((segments == last[..., None]).all(-1), last, 0)  # 0: of no document, or of two
-    earlier = jnp.arange(length // m) < (index // m)[..., None]
+    earlier = jnp.arange(length // m) < own[..., None]
     same = segment[..., None] == chunk_segment[:, None]
-    return earlier & same & (segment > 0)[..., None] & (config.context == "routed")
-
-
-def flat_index(resource: Int[Array, "b L K"], num_chunks: int) -> Int[Array, "b L K"]:
-    """Index into the representation tensor of all rows, from the row's own index (chunks 0..l-1, experts l..l+E-1)."""
-    rows = resource.shape[0]
-    row = jnp.arange(rows)[:, None, None]
-    return jnp.where(resource < num_chunks, resource + row * num_chunks, resource + (rows - 1) * num_chunks)
+    return own, earlier & same & (segment > 0)[..., None] & (config.context == "routed")

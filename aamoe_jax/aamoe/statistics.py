@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.aamoe.allocation import Allocation, Allocator, Candidates
-from aamoe_jax.aamoe.attend import Attended
 from aamoe_jax.aamoe.budget import Budget, floor_causal_budgets, predictor_loss
+from aamoe_jax.aamoe.parallel import Attended
 from aamoe_jax.aamoe.router import Heads
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.statistics import expert_use
@@ -31,45 +31,19 @@ class Steps(NamedTuple):
 
 
 def of_layer(steps: Steps, context: Context, predicted: Float[Array, "b n"] | None, allocator: Allocator) -> Statistics:
-    """What one layer spent, and what `Context.detail` asks for.
+    """Sums over what one layer spent, and what `Context.detail` asks for.
+
+    `clipped` is what availability, slots and cap cut off floored budgets (AA-27), and with it what prices above 1 took.
 
     Args:
       predicted: real budgets that the predictor guesses, where it is trained beside those of the row.
     """
     _, candidates, budget, allocation, found = steps
-    about = spending(allocation, found.mass, budget.wanted, candidates, context)
-    about["overflow"] = found.overflow
-    if predicted is not None:
-        about |= prediction(predicted, floor_causal_budgets(predicted), budget.wanted, context.real, candidates.slots)
-        about["predictor_loss"] = predictor_loss(predicted, budget.wanted, context.real, candidates.slots)
-    if context.detail != "sums":
-        about |= {"spent": allocation.count, "budget": budget.real}
-    if context.detail == "resources":
-        # The log probability of unused slots is set to 0, so that theirs reads 1: it means nothing.
-        probability = jnp.exp(allocator(candidates.normalized(), budget).log_prob)
-        about |= {"resource": allocation.resource, "mass": found.mass, "probability": probability}
-    return about
-
-
-def spending(
-    allocation: Allocation,
-    mass: Float[Array, "b L K"],
-    wanted: Int[Array, "b L"],
-    candidates: Candidates,
-    context: Context,
-) -> Statistics:
-    """Sums over one layer's allocation.
-
-    Args:
-      mass: attention mass of each slot, mean over heads.
-      wanted: floored budgets before availability, slots and cap cut them; the cut is `clipped` (AA-27), and with it
-        what prices above 1 took.
-    """
     real, num_chunks = context.real, candidates.num_chunks
     num_experts = candidates.scores.shape[-1] - num_chunks
-    slots = allocation.resource.shape[-1]
-    used = (jnp.arange(slots) < allocation.count[..., None]) & real[..., None]
-    is_local = (jnp.arange(slots) == 0) & (candidates.local is not None)
+    slots = jnp.arange(allocation.resource.shape[-1])
+    used = (slots < allocation.count[..., None]) & real[..., None]
+    is_local = (slots == 0) & (candidates.local is not None)
     kinds = {
         "local": used & is_local,
         "context": used & ~is_local & (allocation.resource < num_chunks),
@@ -77,10 +51,10 @@ def spending(
     }
     expert = jnp.where(kinds["expert"], allocation.resource - num_chunks, num_experts)
     load = jnp.zeros(num_experts + 1).at[expert.reshape(-1)].add(1.0)[:num_experts]
-    result = {
+    result: Statistics = {
         "tokens": real.sum().astype(jnp.float32),
         "capacity": context.beta * real.sum().astype(jnp.float32),
-        "clipped": jnp.where(real, wanted - allocation.count, 0).sum().astype(jnp.float32),
+        "clipped": jnp.where(real, budget.wanted - allocation.count, 0).sum().astype(jnp.float32),
         "zero": (real & (allocation.count == 0)).sum().astype(jnp.float32),
         "one": (real & (allocation.count == 1)).sum().astype(jnp.float32),
         "max_budget": allocation.count.max().astype(jnp.float32),
@@ -88,8 +62,18 @@ def spending(
     }
     for kind, member in kinds.items():
         result[f"pairs_{kind}"] = member.sum().astype(jnp.float32)
-        result[f"mass_{kind}"] = jnp.where(member, mass, 0.0).sum()
-    return jax.lax.stop_gradient(result)
+        result[f"mass_{kind}"] = jnp.where(member, found.mass, 0.0).sum()
+    result = jax.lax.stop_gradient(result) | {"overflow": found.overflow}
+    if predicted is not None:
+        result |= prediction(predicted, floor_causal_budgets(predicted), budget.wanted, real, candidates.slots)
+        result["predictor_loss"] = predictor_loss(predicted, budget.wanted, real, candidates.slots)
+    if context.detail != "sums":
+        result |= {"spent": allocation.count, "budget": budget.real}
+    if context.detail == "resources":
+        # The log probability of unused slots is set to 0, so that theirs reads 1: it means nothing.
+        probability = jnp.exp(allocator(candidates.normalized(), budget).log_prob)
+        result |= {"resource": allocation.resource, "mass": found.mass, "probability": probability}
+    return result
 
 
 def prediction(

@@ -24,7 +24,7 @@ from aamoe_jax.mixers.base import BudgetMode, Statistics
 from aamoe_jax.mixers.statistics import combine, over_all_devices, summarize
 from aamoe_jax.model import merge
 from aamoe_jax.sharding import RULES
-from aamoe_jax.shards import TOKENS, WHOLE, sum_over_rows
+from aamoe_jax.shards import ROWS, TOKENS, WHOLE, all_reduce
 from aamoe_jax.training.state import Placement
 
 MAX_BUDGET_SCALE = 1e4
@@ -168,7 +168,9 @@ class Evaluator:
             logits, statistics = forward(params, batch, scale)
             targets, counts = (shards.part(batch[name], TOKENS) for name in ("targets", "loss_mask"))
             nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets) * counts
-            return (nll, statistics) if placement is None else (sum_over_rows(nll.sum(0)), over_all_devices(statistics))
+            if placement is not None:
+                nll, statistics = all_reduce(nll.sum(0), axes=ROWS), over_all_devices(statistics)
+            return nll, statistics
 
         if placement is not None:
             inputs = placement.params, placement.batch.spec, PartitionSpec()

@@ -39,10 +39,16 @@ from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS, WHOLE, Shards
 
 BudgetMode = Literal["row", "prefix", "predictor", "predictor_uncapped"]
 Detail = Literal["sums", "tokens", "resources", "maps"]
+Layout = Literal["here", "attending", "rows"]
 Statistics = dict[str, Any]
 """Arrays: sums over tokens on the device, NumPy's once they are on the host."""
 Cache = Any
 """A pytree of arrays that a mixer makes and reads."""
+
+
+DIVIDED: dict[Layout, tuple[str, ...]] = {"here": TOKENS, "attending": RESOURCE, "rows": ()}
+"""The axes of a mesh over which the tokens of a row are divided: a device has some of them ("here"), attends for some
+more with a part of the heads ("attending"), and can look at whole rows. Without a mesh all three are the same."""
 
 
 class RotaryTables(NamedTuple):
@@ -111,38 +117,17 @@ class Context:
         return self.shards.part(self.segment_ids, TOKENS) > 0
 
     @property
-    def index(self) -> Int[Array, "b n"]:
-        """Where in their rows the tokens here stand."""
-        rows, length = self.segment_ids.shape
-        return self.shards.part(jnp.broadcast_to(jnp.arange(length), (rows, length)), TOKENS)
-
-    @property
     def attending_from(self) -> Int[Array, ""] | int:
         """Where in their rows the tokens that attend together begin."""
         return self.shards.start(self.segment_ids.shape[1], RESOURCE)
 
-    # Over a mesh a device has some tokens of a row ("here"), attends for some more with a part of the heads
-    # ("attending"), and can look at whole rows. Without a mesh all three are the same.
-
-    def gather_attending(self, x: Array) -> Array:
-        """[b, n, ...] of the tokens here -> [b, s, ...]."""
-        return self.shards.gather(x, TENSOR)
-
-    def part_of_attending(self, x: Array) -> Array:
-        """[b, s, ...] -> [b, n, ...]."""
-        return self.shards.part(x, TENSOR)
-
-    def rows_to_attending(self, x: Array) -> Array:
-        """[b, L, ...] of whole rows -> [b, s, ...]."""
-        return self.shards.part(x, RESOURCE)
-
-    def gather_rows(self, x: Array) -> Array:
-        """[b, n, ...] -> [b, L, ...]."""
-        return self.shards.gather(x, TOKENS)
-
-    def part_of_rows(self, x: Array) -> Array:
-        """[b, L, ...] -> [b, n, ...]."""
-        return self.shards.part(x, TOKENS)
+    def move(self, x: Array, source: Layout, target: Layout) -> Array:
+        """What is known of the tokens of one layout, for those of another: [b, n, ...] here, [b, s, ...] that attend
+        together, [b, L, ...] of whole rows."""
+        before, after = DIVIDED[source], DIVIDED[target]
+        if len(after) < len(before):
+            return self.shards.gather(x, tuple(axis for axis in before if axis not in after))
+        return self.shards.part(x, tuple(axis for axis in after if axis not in before))
 
     def sum_over_heads(self, x: Array) -> Array:
         """[b, s, ...] of some of the heads -> [b, n, ...], the sum over all of them."""

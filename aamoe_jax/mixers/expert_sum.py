@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.varying import equally_varying
+from pallas_kernels.varying import varying
 
 BLOCK = 128
 """Tokens of a block at most: its product with an expert's weights should cost more than reading them."""
@@ -52,7 +52,7 @@ def expert_sum(
 
     Its cost is that of the (token, expert) pairs that were chosen, rounded up to blocks.
     """
-    operands = equally_varying((x, keys.astype(x.dtype), values.astype(x.dtype), coefficients))
+    operands = varying((x, keys.astype(x.dtype), values.astype(x.dtype), coefficients))
     return _sum(operands, chosen)
 
 
@@ -97,7 +97,7 @@ _sum.defvjp(_sum_forward, _sum_backward)
 
 def _zeros_like(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """What a sum in float32 begins with; it varies over the mesh as x does, so that the loop keeps its type."""
-    return equally_varying((jnp.zeros(x.shape, jnp.float32), x))[0]
+    return varying((jnp.zeros(x.shape, jnp.float32), x))[0]
 
 
 def _one_expert(

@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.lax import collapse
 from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig, refuse, require_choice, require_positive
-from aamoe_jax.layers import HIGHEST, flatten_tokens, residual_gain
+from aamoe_jax.layers import HIGHEST, residual_gain
 from aamoe_jax.mixers.base import Cache, Context, Statistics
 from aamoe_jax.mixers.convolution import TOKENS_BEFORE, CausalConvolution, convolution_costs, last_tokens
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
@@ -172,7 +173,8 @@ class Experts(Part):
 
     def mix(self, h: Float[Array, "b L d"], mixture: Mixture) -> Float[Array, "b L d"]:
         """The experts' outputs, weighted and summed."""
-        found = expert_sum(flatten_tokens(h), self.keys[...], self.values[...], *map(flatten_tokens, mixture))
+        tokens, *chosen = (collapse(x, 0, 2) for x in (h, *mixture))  # those of all rows share the experts' work
+        found = expert_sum(tokens, self.keys[...], self.values[...], *chosen)
         return found.reshape(h.shape)
 
     @classmethod

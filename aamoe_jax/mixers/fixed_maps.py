@@ -78,7 +78,7 @@ def fixed_streams(config: ModelConfig, embed: Callable, length: int, shards: Sha
     if not starts:
         return None
     rows = dataclasses.replace(Context.of_rows(config, 1, length), shards=shards)
-    x = {name: start(embed, config, rows.index, shards) for name, start in starts.items()}
+    x = {name: start(embed, config, shards.part(rows.positions, TOKENS), shards) for name, start in starts.items()}
     return FixedStreams(x, {name: shards.gather(row, TENSOR) for name, row in x.items()}, rows.rotary(config))
 
 

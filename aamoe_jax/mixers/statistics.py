@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
 from aamoe_jax.mixers.base import Statistics
 from aamoe_jax.registry import MIXERS
-from aamoe_jax.shards import max_over_all, sum_over_all
+from aamoe_jax.shards import all_reduce
 
 MAXIMA = ("max_budget", "logit_absmax")
 """What is a largest value, and not a sum."""
@@ -30,7 +31,8 @@ def combine(left: Statistics, right: Statistics) -> Statistics:
 
 def over_all_devices(statistics: Statistics) -> Statistics:
     """Statistics of the tokens of all devices, inside `jax.shard_map`."""
-    return {name: max_over_all(value) if name in MAXIMA else sum_over_all(value) for name, value in statistics.items()}
+    reduce = {name: jax.lax.pmax if name in MAXIMA else jax.lax.psum for name in statistics}
+    return {name: all_reduce(value, reduce[name]) for name, value in statistics.items()}
 
 
 def summarize(statistics: Statistics) -> dict[str, Any]:

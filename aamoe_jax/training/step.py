@@ -22,16 +22,17 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import ExperimentConfig
-from aamoe_jax.mixers.base import BudgetMode, Statistics
+from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.mixers.statistics import combine, over_all_devices
 from aamoe_jax.model import merge
-from aamoe_jax.shards import AXES, TOKENS, Shards, sum_over_all
+from aamoe_jax.shards import AXES, TOKENS, Shards, all_reduce
 from aamoe_jax.training.auxiliary import LOSSES, Weights, adapted, auxiliary_loss, loss_weights
 from aamoe_jax.training.optimizer import gradient_norm, learning_rate
 from aamoe_jax.training.state import Placement, TrainState
 from pallas_kernels.varying import varying
 
 Batch = dict[str, Int[Array, "b L"]]
+Totals = dict[str, Int[Array, ""]]
 Metrics = dict[str, Any]
 """`nll`, `count`, `bytes` (sums over the targets that count) and `statistics`; a training step adds `tokens` (real
 ones), `grad_norm`, `learning_rate` and `sparsity_weight`."""
@@ -53,10 +54,13 @@ def make_train_step(
     """
 
     compute = functools.partial(
-        gradients_and_metrics, graphdef, accumulate=config.training.accumulate, shards=placement.shards
+        gradients_and_metrics,
+        graphdef,
+        accumulate=config.training.accumulate,
+        shards=placement.shards,
+        byte_lengths=byte_lengths,
     )
     gradients_of = over_mesh(compute, placement, (placement.params, PartitionSpec()), PartitionSpec())
-    count_bytes = target_bytes(byte_lengths, placement)
     weights = loss_weights(config.model)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -65,7 +69,6 @@ def make_train_step(
         # The optimizer's own count, which leaves out the steps that were skipped.
         _, updates_made = optax.tree.get_all_with_path(state.optimizer, "count")[0]
         metrics |= {
-            "bytes": count_bytes(batch),
             "grad_norm": gradient_norm(gradients),
             "learning_rate": learning_rate(config.optimizer, config.training.steps, updates_made),
             "sparsity_weight": state.sparsity_weight,
@@ -90,17 +93,12 @@ def make_eval_step(
     """(params, batch) -> sums, with budgets of the given kind."""
     shards = dataclasses.replace(placement.shards, pair_bound=None)  # a measurement drops nothing
 
-    def sums(params: dict[str, Any], batch: Batch) -> Metrics:
-        nll, statistics = negative_log_likelihood(graphdef, params, batch, shards, budget)
-        count = sum_over_all(shards.part(batch["loss_mask"], TOKENS).sum())
-        return {"nll": sum_over_all(nll), "count": count, "statistics": over_all_devices(statistics)}
-
-    sums_of, count_bytes = over_mesh(sums, placement, PartitionSpec()), target_bytes(byte_lengths, placement)
-
     def eval_step(params: dict[str, Any], batch: Batch) -> Metrics:
-        return sums_of(params, batch) | {"bytes": count_bytes(batch)}
+        totals = batch_totals(batch, shards, byte_lengths)
+        _, sums = loss_fn(params, batch, graphdef, shards, totals, budget=budget)
+        return sums | {"count": totals["count"], "bytes": totals["bytes"]}
 
-    return eval_step
+    return over_mesh(eval_step, placement, PartitionSpec())
 
 
 def over_mesh(function: Callable, placement: Placement, out_specs: Any, *more: PartitionSpec) -> Callable:
@@ -121,6 +119,7 @@ def gradients_and_metrics(
     *,
     accumulate: int,
     shards: Shards,
+    byte_lengths: Int[np.ndarray, "V"],
 ) -> tuple[dict[str, Any], Metrics]:
     """Gradients of the loss over the whole batch, computed in `accumulate` micro-batches one after the other.
 
@@ -129,47 +128,50 @@ def gradients_and_metrics(
     Args:
       weights: of the losses that layers add.
     """
-    count = sum_over_all(shards.part(batch["loss_mask"], TOKENS).sum())
-    tokens = sum_over_all((shards.part(batch["segment_ids"], TOKENS) > 0).sum())
-
+    totals = batch_totals(batch, shards, byte_lengths)
     # Gradients are summed within a `fsdp` group where its parameters are gathered; over all other devices once, here.
     params, sum_gradients = jax.vjp(lambda params: varying(params, AXES), params)
-
-    def loss_fn(params: dict[str, Any], rows: Batch) -> tuple[Float[Array, ""], Metrics]:
-        nll, statistics = negative_log_likelihood(graphdef, params, rows, shards)
-        nll, statistics = sum_over_all(nll), over_all_devices(statistics)
-        loss = nll / jnp.maximum(count, 1)
-        if not statistics.keys().isdisjoint(LOSSES):
-            loss += auxiliary_loss(weights, statistics) / jnp.maximum(tokens, 1)
-        return loss, {"nll": nll, "statistics": statistics}
-
-    grad_fn = functools.partial(jax.grad(loss_fn, has_aux=True), params)
+    of_rows = functools.partial(loss_fn, graphdef=graphdef, shards=shards, totals=totals, weights=weights)
+    grad_fn = functools.partial(jax.grad(of_rows, has_aux=True), params)
     if accumulate == 1:
         gradients, sums = grad_fn(batch)
     else:
         gradients, sums = _sum_over(grad_fn, params, micro_batches(batch, accumulate))
-    return sum_gradients(gradients)[0], sums | {"count": count, "tokens": tokens}
+    return sum_gradients(gradients)[0], sums | totals
 
 
-def negative_log_likelihood(
-    graphdef: nnx.GraphDef, params: dict[str, Any], batch: Batch, shards: Shards, budget: BudgetMode | None = None
-) -> tuple[Float[Array, ""], Statistics]:
-    """Sum of -log p over the targets here that count, in nats and float32, and the model's statistics."""
+def loss_fn(
+    params: dict[str, Any],
+    batch: Batch,
+    graphdef: nnx.GraphDef,
+    shards: Shards,
+    totals: Totals,
+    *,
+    weights: Weights | None = None,
+    budget: BudgetMode | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """The loss of some rows, and the sums that it is made of: `nll`, -log p of the targets in nats, and `statistics`.
+
+    Args:
+      totals: of the whole batch that the rows are of.
+      weights: of the losses that layers add; None: they are left out.
+    """
     model = merge(graphdef, params)
     logits, statistics = model(batch["tokens"], batch["segment_ids"], batch["positions"], budget=budget, shards=shards)
     targets, counts = (shards.part(batch[name], TOKENS) for name in ("targets", "loss_mask"))
     nll = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
-    return jnp.sum(nll * counts), statistics
+    nll, statistics = all_reduce(jnp.sum(nll * counts)), over_all_devices(statistics)
+    loss = nll / jnp.maximum(totals["count"], 1)
+    if weights is not None and not statistics.keys().isdisjoint(LOSSES):
+        loss += auxiliary_loss(weights, statistics) / jnp.maximum(totals["tokens"], 1)
+    return loss, {"nll": nll, "statistics": statistics}
 
 
-def target_bytes(byte_lengths: Int[np.ndarray, "V"], placement: Placement) -> Callable[[Batch], Int[Array, ""]]:
-    """batch -> bytes of text that the targets that count stand for."""
-
-    def count(batch: Batch) -> Int[Array, ""]:
-        lengths = jnp.asarray(byte_lengths)[batch["targets"]] * batch["loss_mask"]
-        return sum_over_all(placement.shards.part(lengths, TOKENS).sum())
-
-    return jax.shard_map(count, mesh=placement.mesh, in_specs=placement.batch.spec, out_specs=PartitionSpec())
+def batch_totals(batch: Batch, shards: Shards, byte_lengths: Int[np.ndarray, "V"]) -> Totals:
+    """Targets that count, the bytes of text that they stand for, and tokens that are not padding, of all devices."""
+    mask, targets, segment_ids = (shards.part(batch[name], TOKENS) for name in ("loss_mask", "targets", "segment_ids"))
+    sums = {"count": mask, "bytes": jnp.asarray(byte_lengths)[targets] * mask, "tokens": segment_ids > 0}
+    return {name: all_reduce(x.sum()) for name, x in sums.items()}
 
 
 def micro_batches(batch: Batch, accumulate: int) -> dict[str, Int[Array, "n rows L"]]:

@@ -13,7 +13,7 @@ from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, LocalWin
 from pallas_kernels.block_sparse_attention.tpu import dense, dispatch, gathered, resident
 from pallas_kernels.block_sparse_attention.tpu import window as window_lib
 from pallas_kernels.block_sparse_attention.types import Attention, Inputs, Pairs, Problem, Window
-from pallas_kernels.varying import equally_varying
+from pallas_kernels.varying import varying
 
 PLANS: dict[str, tuple[Callable[[Problem], Path], LocalWindow]] = {
     "xla": (xla.plan, XLA_WINDOW),
@@ -91,10 +91,10 @@ def block_sparse_attention(
     if name == "reference":
         output, lse, mass = reference.attend(inputs, window, problem)
     else:
-        inputs, window = equally_varying((inputs, window))
+        inputs, window = varying((inputs, window))
         plan, local = PLANS[name]
         path = plan(problem) if slots > 0 else NoPairs(problem)
-        output, lse, mass = operation.attend((path, local), inputs, window, path.tables(inputs.pairs))
+        output, lse, mass, _ = operation.attend((path, local), inputs, window, path.tables(inputs.pairs))
     return Attention(output, lse, jax.lax.stop_gradient(mass))
 
 

@@ -59,8 +59,9 @@ class NoPairs(NamedTuple):
         return start
 
 
-def _forward(how, inputs: Inputs, window: Window | None, tables):
-    """Output, log-sum-exp and mass; what the backward pass needs of them."""
+def _attend(how, inputs: Inputs, window: Window | None, tables) -> tuple[Array, Array, Array, Array]:
+    """Output, log-sum-exp and mass by a path and a local window, differentiable through the first two; and the output
+    in float32, for the backward pass: from a rounded one the gradient of every bias would be off by the rounding."""
     path, local = how
     query = inputs.query
     if window is None:
@@ -68,15 +69,19 @@ def _forward(how, inputs: Inputs, window: Window | None, tables):
     else:
         start = local.attention(inputs, window, path.problem.scale)
     whole, mass = path.forward(inputs, tables, start)
-    # The float32 output is kept: from a rounded one the gradient of every bias would be off by the rounding.
-    return (whole.output.astype(query.dtype), whole.lse, mass), (inputs, window, tables, whole)
+    return whole.output.astype(query.dtype), whole.lse, mass, whole.output
+
+
+def _forward(how, inputs, window, tables):
+    found = _, lse, _, exact = _attend(how, inputs, window, tables)
+    return found, (inputs, window, tables, Partial(exact, lse))
 
 
 def _backward(how, residuals, cotangents):
     """Gradients from the saved global log-sum-exp: scores are recomputed, nothing of size pairs x m was kept."""
     (path, local), (inputs, window, tables, whole) = how, residuals
     query, pairs = inputs.query, inputs.pairs
-    d_output, d_lse, _ = cotangents
+    d_output, d_lse, *_ = cotangents
     some = whole.lse > -jnp.inf  # a token that attends to nothing: every gradient exactly 0, whatever its cotangents
     d_output = jnp.where(some[..., None], d_output, 0)
     delta = jnp.einsum("thd,thd->th", whole.output, d_output, preferred_element_type=jnp.float32)
@@ -96,6 +101,5 @@ def _backward(how, residuals, cotangents):
     return Inputs._make((*d_arrays, d_pairs, None)), d_window, None
 
 
-attend = jax.custom_vjp(lambda how, inputs, window, tables: _forward(how, inputs, window, tables)[0], (0,))
-"""Output, log-sum-exp and mass by a path and a local window; differentiable through the first two."""
+attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))
 attend.defvjp(_forward, _backward)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import chips
 from pallas_kernels.tpu import LANES, ROWS, call, compiled_or_interpreted, round_up
-from pallas_kernels.varying import equally_varying
+from pallas_kernels.varying import varying
 
 BLOCK = ROWS * LANES  # tokens
 GROUP = 32  # resources in one basic block: enough to hide latencies
@@ -45,7 +45,7 @@ def select(
             f"{slots} of {score.shape[2]} resources need {vmem_bytes(score.shape[2], slots) / 2**20:.0f} MiB of VMEM; "
             f"wanted at most {chips.TPUS[chips.current()].vmem // 2**20}: implementation='xla' has no such bound"
         )
-    return _select(slots, score.shape[2], *equally_varying((score, count)))
+    return _select(slots, score.shape[2], *varying((score, count)))
 
 
 def _forward(slots, resources, score, count):

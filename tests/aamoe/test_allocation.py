@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aamoe_jax.aamoe.allocation import Candidates, OneBudget, log_affordability, log_partition, rank
+from aamoe_jax.aamoe.allocation import Candidates, OneBudget, Ranking, afford, log_partition, rank
 from aamoe_jax.aamoe.budget import UNBOUNDED, Budget
 from aamoe_jax.aamoe.resources import available_chunks
 from aamoe_jax.config import AAMoEConfig
@@ -19,25 +19,32 @@ def candidates_of(scores, available) -> Candidates:
     return Candidates(scores, available, None, own, available.sum(-1), 2, slots, UNBOUNDED, False)
 
 
+def log_affordability(budget, k):
+    """log P of the k-th resources, of score 0."""
+    ranking = Ranking(jnp.zeros((1, 1, len(k))), jnp.zeros((1, 1, len(k)), jnp.int32))
+    return afford(ranking, jnp.full((1, 1), len(k)), budget * jnp.ones((1, 1, 1)), k).log_prob[0, 0]
+
+
 def test_affordability_reproduces_the_sanity_check_of_the_paper():
     """Budget 2.5 (eq 12-13): sigma(1.5) and sigma(0.5), and the second item feels the budget more."""
     k = jnp.array([1, 2])
-    np.testing.assert_allclose(jnp.exp(log_affordability(jnp.full(2, 2.5), k)), [0.8176, 0.6225], atol=5e-5)
+    np.testing.assert_allclose(jnp.exp(log_affordability(2.5, k)), [0.8176, 0.6225], atol=5e-5)
     probability = jax.jacobian(lambda budget: jax.nn.sigmoid(budget - k))(2.5)
     np.testing.assert_allclose(probability, [0.1491, 0.2350], atol=5e-5)
-    log_probability = jax.jacobian(lambda budget: log_affordability(jnp.full(2, budget), k))(2.5)
+    log_probability = jax.jacobian(lambda budget: log_affordability(budget, k))(2.5)
     np.testing.assert_allclose(log_probability, [0.1824, 0.3775], atol=5e-5)
 
 
 def test_affordability_is_finite_far_below_the_price():
-    value, slope = jax.value_and_grad(lambda budget: log_affordability(budget, jnp.array(300)))(jnp.float32(0.0))
+    value, slope = jax.value_and_grad(lambda budget: log_affordability(budget, jnp.array([300]))[0])(jnp.float32(0.0))
     assert value == pytest.approx(-300.0)
     assert slope == pytest.approx(1.0)
 
 
 def available_of_row(segments, chunk_size):
     context = Context(segments, jnp.zeros_like(segments), "prefix", 1.0)
-    return np.asarray(available_chunks(AAMoEConfig(chunk_size=chunk_size), context))[0]
+    _, available = available_chunks(AAMoEConfig(chunk_size=chunk_size), context)
+    return np.asarray(available)[0]
 
 
 @pytest.mark.parametrize(("length", "chunk_size"), [(24, 8), (16, 16), (40, 4)])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from aamoe_jax.aamoe.resources import flat_index, representation_tensor
+from aamoe_jax.aamoe.resources import representation_tensor
 from aamoe_jax.aamoe.router import Heads, LearnedRouter
 from aamoe_jax.mixers.base import Context
 from tests.aamoe.helpers import D, E, M, inputs, model_config
@@ -78,11 +78,6 @@ def test_representation_tensor_is_eq_6():
     assert table.shape == (2 * 3 + E, M, D)
     np.testing.assert_array_equal(table[: 2 * 3].reshape(2, 24, D), context)
     np.testing.assert_array_equal(table[2 * 3 :], experts)
-
-
-def test_flat_index_points_into_the_table_of_all_rows():
-    resource = jnp.array([[[0, 2, 3, 8]], [[0, 2, 3, 8]]])  # chunks 0..2, experts 3..8
-    assert flat_index(resource, 3).tolist() == [[[0, 2, 6, 11]], [[3, 5, 6, 11]]]
 
 
 def test_gradient_reaches_both_sides_of_the_router():

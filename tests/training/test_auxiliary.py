@@ -48,6 +48,7 @@ def gradients_of(pattern: str, accumulate: int):
         weights={"balance_loss": 3.0, "sparsity_loss": 2.0},
         accumulate=accumulate,
         shards=placement.shards,
+        byte_lengths=np.ones(config.model.vocab_size, np.int32),
     )
     divided = over_mesh(compute, placement, (placement.params, PartitionSpec()))
     return jax.jit(divided)(placement.put_params(random_params(config.model)), placement.put(random_batch()))

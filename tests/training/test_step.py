@@ -63,7 +63,7 @@ def gradients_of(pattern: str, normalizer: str, accumulate: int, weight: float):
     config, graphdef, params = model_of(pattern, normalizer)
     placement = place(dataclasses.replace(experiment(DATA), model=config))
     options = {"accumulate": accumulate, "weights": {"predictor_loss": weight}, "shards": placement.shards}
-    compute = functools.partial(gradients_and_metrics, graphdef, **options)
+    compute = functools.partial(gradients_and_metrics, graphdef, byte_lengths=BYTES, **options)
     divided = over_mesh(compute, placement, (placement.params, PartitionSpec()))
     return jax.jit(divided)(placement.put_params(params), placement.put(random_batch()))
 

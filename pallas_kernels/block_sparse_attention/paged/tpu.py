@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_sparse_attention.types import Cache, Slots
 from pallas_kernels.tpu import F32, LANES, ROWS, call, compiled_or_interpreted, dot, round_up
-from pallas_kernels.varying import equally_varying
+from pallas_kernels.varying import varying
 
 VMEM_SLACK = 4 * 2**20  # what the compiler wants beside the buffers
 
@@ -82,7 +82,7 @@ def attend(
     following = jnp.append(jax.lax.cummin(some, reverse=True), rows)
     before = jnp.cumsum(slots.count) - slots.count
     sequences = Sequences(slots.resource[:, 0], slots.count, before, following)
-    arrays = equally_varying((sequences, ranges, queries, tables, consts))
+    arrays = varying((sequences, ranges, queries, tables, consts))
     output, lse = compiled_or_interpreted(run, *arrays, static=Static(heads, num_pages, scale, normed.jaxpr))
     return output.reshape(query.shape), lse[:, :heads, 0]
 
