@@ -21,7 +21,7 @@ from aamoe_jax.generation.decoder import Decoder
 from aamoe_jax.generation.generate import generate
 from aamoe_jax.generation.sampling import Sampling
 from aamoe_jax.generation.stream import stream
-from aamoe_jax.mixers.base import Context, Mixer
+from aamoe_jax.mixers.base import Context, Mixer, causal_mask
 from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
 from aamoe_jax.mixers.costs import Costs, Setting
 from aamoe_jax.mixers.depth import MixtureOfDepthsConfig
@@ -65,6 +65,7 @@ __all__ = [
     "SparseAttentionConfig",
     "TrainingConfig",
     "__version__",
+    "causal_mask",
     "check_mixer",
     "evaluate",
     "generate",

@@ -17,7 +17,6 @@ from flax import nnx
 
 from aamoe_jax import ConfigError, Mixer, register
 from aamoe_jax.layers import Projection, residual_gain
-from aamoe_jax.shards import TOKENS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +43,9 @@ class MovingAverage(Mixer):
         self.logit = nnx.Param(jnp.full(d, jnp.log(decay / (1 - decay))), axes=(None,))
 
     def __call__(self, h, context):
-        h = context.shards.gather(h, TOKENS)  # over a mesh h holds the tokens of this device alone
+        h = context.move(h, "here", "rows")  # over a mesh h holds the tokens of this device alone
         decay = jax.nn.sigmoid(self.logit[...])
         continues = (context.positions > 0)[..., None]  # 0 starts a document
         steps = jnp.where(continues, decay, 0.0), (1 - decay) * self.value(h)
         _, average = jax.lax.associative_scan(lambda x, y: (x[0] * y[0], x[1] * y[0] + y[1]), steps, axis=1)
-        return context.shards.part(self.output(average.astype(h.dtype)), TOKENS), {}
+        return context.move(self.output(average.astype(h.dtype)), "rows", "here"), {}

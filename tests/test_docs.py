@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import re
 import shlex
+import tempfile
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,8 @@ from launch.cluster.settings import CLUSTERS, settings_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+WRITTEN = tempfile.TemporaryDirectory()
+"""Where the mixers lie that a page writes."""
 ROOT_PAGES = ("README.md", "BUILD.md", "CONTRIBUTING.md", "CHANGELOG.md")
 PAGES = {path: (ROOT / path).read_text(encoding="utf-8") for path in ROOT_PAGES} | {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))
@@ -276,7 +279,11 @@ def experiments_of(text: str) -> list[tuple[list[str], list[str]]]:
     found = []
     for _, words in commands(text):
         for name in values_of(words).get("import", []):
-            import_mixers(str(ROOT / name))
+            path, written = ROOT / name, written_files(text)
+            if name in written:  # always in the same place, for a module is imported once
+                path = Path(WRITTEN.name) / name
+                path.write_text(written[name], encoding="utf-8")
+            import_mixers(str(path))
         files, params = (values_of(words).get(name, []) for name in ("gin_file", "gin_param"))
         if not any(name.isupper() for name in files):  # a placeholder
             found.append((files, params))
