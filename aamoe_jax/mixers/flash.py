@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from aamoe_jax.mixers.costs import Loop
-from pallas_kernels.varying import equally_varying
+from pallas_kernels.varying import varying
 
 LOWEST = -1e30
 """The score of what is not seen, and the log-sum-exp of nothing: finite, so that differences are numbers."""
@@ -96,7 +96,7 @@ def flash_attention(
     of_keys = (_blocks(x, block).swapaxes(2, 3) for x in (key, value))
     # Tokens that fill the last block are of the last document, but later than all of it: nothing real sees them.
     places = *(_blocks(x, block, "edge") for x in (query_segments, segment_ids)), jnp.asarray(first)
-    output, lse = _flash(band, *equally_varying((of_queries, *of_keys, *places)))
+    output, lse = _flash(band, *varying((of_queries, *of_keys, *places)))
     output, lse = (jnp.moveaxis(jnp.moveaxis(x, 4, 2), 0, 1) for x in (output, lse))
     return Attended(output.reshape(rows, -1, heads, size)[:, :queries], lse.reshape(rows, -1, heads)[:, :queries])
 
