@@ -45,16 +45,16 @@ class Entry:
     """Whether it reads the token embeddings (`Context.embedded`)."""
     config: type | None
     """A frozen dataclass whose fields can be set in gin, and which `ModelConfig.of` returns; None: it has none."""
-    forms_of_its_own: tuple[Any, ...] | None
-    """Where one class serves several mixers: in place of `Mixer.forms`."""
+    own_weighted_sums: tuple[Any, ...] | None
+    """Where one class serves several mixers: in place of `Mixer.weighted_sums`."""
     fixed_stream: Callable[..., Any] | None
     """What enters the first block of the fixed sequence that it reads (`Context.fixed`): a function of (embed, config,
     positions [1, n], shards), which returns [1, n, d]."""
 
     @property
-    def forms(self) -> tuple[Any, ...]:
-        """What each of its parts is as a sum over candidates (`mixers.family.Form`)."""
-        return self.cls.forms if self.forms_of_its_own is None else self.forms_of_its_own
+    def weighted_sums(self) -> tuple[Any, ...]:
+        """What each of its parts sums over (`mixers.weighted_sum.WeightedSum`)."""
+        return self.cls.weighted_sums if self.own_weighted_sums is None else self.own_weighted_sums
 
     @property
     def readable(self) -> bool:
@@ -74,7 +74,7 @@ def register(
     neurons: bool = False,
     embeddings: bool = False,
     config: type | None = None,
-    forms: tuple[Any, ...] | None = None,
+    weighted_sums: tuple[Any, ...] | None = None,
     fixed_stream: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Callable[[Class], Class]:
@@ -99,7 +99,9 @@ def register(
         taken = MIXERS.get(name)
         if taken is not None and _place(taken.cls) != _place(cls):
             raise ValueError(f"mixer name {name!r} is that of {_place(taken.cls)}: take another for {_place(cls)}")
-        MIXERS[name] = Entry(name, cls, summary, options, heads, neurons, embeddings, config, forms, fixed_stream)
+        MIXERS[name] = Entry(
+            name, cls, summary, options, heads, neurons, embeddings, config, weighted_sums, fixed_stream
+        )
         return cls
 
     return enter

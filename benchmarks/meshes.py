@@ -165,15 +165,15 @@ def measure(config: ExperimentConfig, mesh: tuple[int, ...], one: tuple[Gradient
     compiled, arguments = compiled_on(over(config, mesh), jax.devices())
     gradients, metrics = gradients_of(compiled, arguments)
     expected, single = one
-    about, known = metrics["statistics"], single["statistics"]
-    mass = [name for name in MASS if name in about]
+    statistics, known = metrics["statistics"], single["statistics"]
+    mass = [name for name in MASS if name in statistics]
     return Row(
         mesh,
         abs(metrics["nll"] / single["nll"] - 1).item(),
         _largest(jax.tree.leaves(jax.tree.map(_difference, gradients, expected))),
-        _largest([float(np.abs(about[name] - known[name]).max()) for name in COUNTS if name in about]),
-        _largest([float(np.abs(about[name] - known[name]).max() / known["tokens"].max()) for name in mass]),
-        float(np.sum(about.get("overflow", 0))),
+        _largest([float(np.abs(statistics[name] - known[name]).max()) for name in COUNTS if name in statistics]),
+        _largest([float(np.abs(statistics[name] - known[name]).max() / known["tokens"].max()) for name in mass]),
+        float(np.sum(statistics.get("overflow", 0))),
         sent_by(compiled, mesh),
     )
 

@@ -170,8 +170,8 @@ def run(config: ExperimentConfig, task: Task) -> Result:
 
 
 def _answers(model: ModelConfig, params: Any, batch: Mapping[str, Any]) -> tuple[Array, dict[str, Any]]:
-    logits, about = read(model, params, batch, "resources")
-    return logits.argmax(-1), about
+    logits, figures = read(model, params, batch, "resources")
+    return logits.argmax(-1), figures
 
 
 class Measure:
@@ -188,14 +188,14 @@ class Measure:
         """The same, having looked at these batches."""
         params = jax.device_get(params)  # off the mesh, which is of one device
         for batch in batches:
-            answer, about = jax.device_get(self._read(params, batch.batch()))
+            answer, figures = jax.device_get(self._read(params, batch.batch()))
             scored = batch.scored
             self._distance.append(distances(batch)[scored])
             self._right.append((answer == batch.targets)[scored])
-            if "resource" in about:
-                layers = zip(about["resource"], about["spent"], strict=True)
+            if "resource" in figures:
+                layers = zip(figures["resource"], figures["spent"], strict=True)
                 self._given.append(np.stack([given_answer(*layer, batch, self._m)[scored] for layer in layers]))
-                self._sums.append({name: value for name, value in about.items() if name not in PER_TOKEN})
+                self._sums.append({name: value for name, value in figures.items() if name not in PER_TOKEN})
         return self
 
     @property
@@ -214,8 +214,8 @@ class Measure:
         """Accuracy, router recall, and the shares of pairs and attention on routed context, per layer."""
         if not self._sums:
             return {"accuracy": self.accuracy}
-        about = summarize({name: np.sum([sums[name] for sums in self._sums], axis=0) for name in self._sums[0]})
-        shares = {name: about[name] for name in ("pairs_context", "mass_context", "spent")}
+        figures = summarize({name: np.sum([sums[name] for sums in self._sums], axis=0) for name in self._sums[0]})
+        shares = {name: figures[name] for name in ("pairs_context", "mass_context", "spent")}
         return {"accuracy": self.accuracy, "router_recall": self.recall(), **shares}
 
     def by_distance(self, length: int) -> list[Result]:

@@ -395,9 +395,9 @@ def _spending(results: Mapping[str, Sequence[Result]]) -> list[list[str]]:
     rows = []
     for name, runs in results.items():
         if runs[0]["budgets"] is not None:
-            about = [run["evaluation"]["statistics"] | run["budgets"] for run in runs]
+            figures = [run["evaluation"]["statistics"] | run["budgets"] for run in runs]
             forms = dict.fromkeys(("pairs_context", "mass_context", "uneven"), ".1%") | dict.fromkeys(SIGNALS, "+.2f")
-            rows.append([name, *(_by_layer([one[key] for one in about], form) for key, form in forms.items())])
+            rows.append([name, *(_by_layer([one[key] for one in figures], form) for key, form in forms.items())])
     return rows
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from aamoe_jax.markdown import table
-from aamoe_jax.mixers.family import Form
+from aamoe_jax.mixers.weighted_sum import WeightedSum
 from aamoe_jax.registry import MIXERS
 
 ROOT = Path(__file__).parents[1]
@@ -122,11 +122,11 @@ def report(found: list[System]) -> str:
     return f"{len(found)} systems: {counts}.\n\n" + table(["ID", "what", "code", "tests", "status"], rows) + "\n"
 
 
-def family() -> str:
-    """Every mixer as an instance of y = sum f(x) g(x), as a Markdown table: a row for each of its parts (UNI-01)."""
+def weighted_sums() -> str:
+    """Every mixer as y = sum f(x) g(x), as a Markdown table: a row for each of its parts (UNI-01)."""
     entries = [MIXERS[name] for name in sorted(MIXERS)]
-    rows = [[entry.name, *form] for entry in entries for form in entry.forms]
-    return table(["mixer", *Form._fields], rows) + "\n"
+    rows = [[entry.name, *part] for entry in entries for part in entry.weighted_sums]
+    return table(["mixer", *WeightedSum._fields], rows) + "\n"
 
 
 def _listed(places: list[str]) -> str:

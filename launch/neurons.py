@@ -153,13 +153,13 @@ def main(argv: list[str]) -> None:
         record: dict[str, Any] = {"step": checkpoint.step, "sweep": sweep(checkpoint)}
         print(table_of_sweep(record["sweep"]))
     else:
-        about = sizes(checkpoint.config.model)
-        record = {"step": checkpoint.step, "sizes": about, "networks": networks(checkpoint)}
+        counts = sizes(checkpoint.config.model)
+        record = {"step": checkpoint.step, "sizes": counts, "networks": networks(checkpoint)}
         record["active"] = active(checkpoint.config.model)
         print(table_of_networks(record["networks"]))
-        print(f"{about['learned']} learned neurons; every token adds {about['per_token']} to the heads")
-        if "crossover" in about:
-            print(f"heads have more neurons than were learned after {about['crossover']} tokens")
+        print(f"{counts['learned']} learned neurons; every token adds {counts['per_token']} to the heads")
+        if "crossover" in counts:
+            print(f"heads have more neurons than were learned after {counts['crossover']} tokens")
         for kind, counts in record["active"].items():
             print(f"neurons of a head that a token met, {kind}: " + ", ".join(f"{count:.1f}" for count in counts))
     output = FLAGS.output or program.run_folder(FLAGS.checkpoint) / "neurons.json"

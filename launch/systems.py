@@ -27,7 +27,9 @@ def main(argv: list[str]) -> None:
     refuse_arguments(argv)
     if not (systems.ROOT / systems.TESTS[0]).is_dir():
         raise ConfigError(f"there are no tests beside {systems.ROOT.name}: run this in a checkout of the repository")
-    text = f"{systems.report(systems.systems())}\nMixers as one family, y = sum f(x) g(x):\n\n{systems.family()}"
+    text = (
+        f"{systems.report(systems.systems())}\nMixers as weighted sums, y = sum f(x) g(x):\n\n{systems.weighted_sums()}"
+    )
     print(text, end="")
     if flags.FLAGS.output is not None:
         report = f"`{command_line('launch.systems')}`\n\n# Systems\n\n{text}"

@@ -23,7 +23,7 @@ from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.base import Mixer, Statistics
 from aamoe_jax.mixers.convolution import convolution_costs
 from aamoe_jax.mixers.costs import FLOAT, Costs, Number, Setting, projections, rotated, saved_norm, saved_rotation
-from aamoe_jax.mixers.family import Form
+from aamoe_jax.mixers.weighted_sum import WeightedSum
 
 PAIRS = ("pairs_local", "pairs_context", "pairs_expert")
 """The statistics that count pairs."""
@@ -32,8 +32,8 @@ PAIRS = ("pairs_local", "pairs_context", "pairs_expert")
 class AAMoECosts(Mixer):
     """What an AA-MoE layer costs, and what it is beside other mixers."""
 
-    forms = (
-        Form(
+    weighted_sums = (
+        WeightedSum(
             "chunks of earlier tokens, and experts",
             "q . k / sqrt(k) + log P(i, j)",
             "the best that the budget buys",

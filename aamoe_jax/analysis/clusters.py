@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.clustered import ClusteredAttention
-from aamoe_jax.mixers.family import softmax_selected
+from aamoe_jax.mixers.weighted_sum import softmax_selected
 from aamoe_jax.shards import RESOURCE
 
 Points = Float[np.ndarray, "n k"]

@@ -94,7 +94,7 @@ def mapped_blocks(config: ModelConfig) -> list[tuple[int, str]]:
         return Period(config, rngs=nnx.Rngs(0))(x, context, betas_of_blocks(config)[0])[2]
 
     reported = jax.eval_shape(statistics)
-    having = [block for block, about in zip(config.mixers, reported, strict=True) if "attention_map" in about]
+    having = [block for block, found in zip(config.mixers, reported, strict=True) if "attention_map" in found]
     return [(period * len(config.pattern) + at, name) for period in range(config.periods) for at, name in having]
 
 
@@ -103,8 +103,8 @@ def table(found: list[MappedLayer]) -> str:
     head = f"{'layer':>5}  {'mixer':<18}  {'entropy':>8}  {'conc':>7}  {'headdiv':>8}  {'sink':>6}"
     lines = [head + "".join(f"  {f'locfoc{n}':>7}" for n in range(NEIGHBOURS))]
     for layer, mixer, attention in found:
-        about = indicators(attention)
-        start = f"{layer:>5}  {mixer:<18}  {about.entropy:>8.3f}  {about.concentration:>7.3f}"
-        focus = "".join(f"  {value:>7.4f}" for value in about.local_focus)
-        lines.append(f"{start}  {about.head_diversity:>8.5f}  {about.sink:>6.4f}{focus}")
+        figures = indicators(attention)
+        start = f"{layer:>5}  {mixer:<18}  {figures.entropy:>8.3f}  {figures.concentration:>7.3f}"
+        focus = "".join(f"  {value:>7.4f}" for value in figures.local_focus)
+        lines.append(f"{start}  {figures.head_diversity:>8.5f}  {figures.sink:>6.4f}{focus}")
     return "\n".join(lines)

@@ -64,8 +64,8 @@ def _draw_spent(axes: Axes, points: Sequence[Record], labels: Sequence[str]) -> 
     """Resources per token as bars, one part for every kind."""
     bottom = np.zeros(len(points))
     for kind, title in KINDS.items():
-        about = (point["statistics"] for point in points)
-        height = np.array([np.mean(np.multiply(each["spent"], each[f"pairs_{kind}"])) for each in about])
+        statistics = (point["statistics"] for point in points)
+        height = np.array([np.mean(np.multiply(each["spent"], each[f"pairs_{kind}"])) for each in statistics])
         axes.bar(labels, height, bottom=bottom, color=KIND_COLOURS[kind], width=0.62, label=title)
         bottom += height
     for place, total in enumerate(bottom):

@@ -35,10 +35,10 @@ def budget_use(
     @jax.jit
     def read(params: dict[str, Any], batch: dict[str, Int[Array, "b L"]]) -> tuple[Any, Array, Array]:
         inputs = (batch[name] for name in ("tokens", "segment_ids", "positions"))
-        logits, about = merge(graphdef, params)(*inputs, budget=budget, detail="tokens")
+        logits, statistics = merge(graphdef, params)(*inputs, budget=budget, detail="tokens")
         log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
         loss = -jnp.take_along_axis(log_p, batch["targets"][..., None], axis=-1)[..., 0]
-        return about["spent"], loss, -(jnp.exp(log_p) * log_p).sum(-1)
+        return statistics["spent"], loss, -(jnp.exp(log_p) * log_p).sum(-1)
 
     params, found = jax.tree.map(jnp.asarray, params), []
     for batch in batches:

@@ -109,10 +109,10 @@ def log_probabilities(
     for start in range(0, len(rows), batch_size):
         batch = rows[start : start + batch_size]
         # The last batch is filled up with rows of padding.
-        tokens, about = np.zeros((batch_size, length), np.int32), np.zeros((2, batch_size), np.int32)
+        tokens, sizes = np.zeros((batch_size, length), np.int32), np.zeros((2, batch_size), np.int32)
         for at, row in enumerate(batch):
-            tokens[at, : len(row.tokens)], about[:, at] = row.tokens, (len(row.tokens), row.scored)
-        found.append(np.asarray(score(tokens, *about))[: len(batch)])
+            tokens[at, : len(row.tokens)], sizes[:, at] = row.tokens, (len(row.tokens), row.scored)
+        found.append(np.asarray(score(tokens, *sizes))[: len(batch)])
     ends = np.cumsum([len(item.choices) for item in items])[:-1]
     return np.split(np.concatenate(found), ends)
 

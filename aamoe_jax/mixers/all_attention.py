@@ -12,8 +12,8 @@ from aamoe_jax.layers import Projection, QueryKeyValue, apply_rotary, merge_head
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, key_value_cache, projections, rotated, saved_norm
-from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.parts import Part
+from aamoe_jax.mixers.weighted_sum import WeightedSum
 from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
@@ -54,8 +54,10 @@ class AllAttention(Part):
     """
 
     label = "attention"
-    forms = (
-        Form("earlier tokens and `d_ff` rows", "q . k / sqrt(k)", "all", "one softmax", "x W^V and rows, then W^O"),
+    weighted_sums = (
+        WeightedSum(
+            "earlier tokens and `d_ff` rows", "q . k / sqrt(k)", "all", "one softmax", "x W^V and rows, then W^O"
+        ),
     )
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):

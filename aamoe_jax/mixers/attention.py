@@ -13,9 +13,9 @@ from aamoe_jax.layers import Projection, QueryKeyValue, apply_rotary, merge_head
 from aamoe_jax.mixers.base import Cache, Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Number, Setting, blocks, key_value_cache, projections, rotated
-from aamoe_jax.mixers.family import Form, head_mix, head_scores, softmax_selected
 from aamoe_jax.mixers.flash import flash_attention, loop
 from aamoe_jax.mixers.parts import Part
+from aamoe_jax.mixers.weighted_sum import WeightedSum, head_mix, head_scores, softmax_selected
 from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
@@ -25,8 +25,8 @@ class CausalAttention(Part):
     """softmax(q K^T / sqrt(k)) V over the token's own document, and W^O over all heads (AA-03, AA-04, DEC-02)."""
 
     label = "attention"
-    forms: ClassVar[tuple[Form, ...]] = (
-        Form("earlier tokens", "q . k / sqrt(k)", "all", "softmax over the kept", "x W^V, then W^O"),
+    weighted_sums: ClassVar[tuple[WeightedSum, ...]] = (
+        WeightedSum("earlier tokens", "q . k / sqrt(k)", "all", "softmax over the kept", "x W^V, then W^O"),
     )
     has_map = True
 
@@ -118,8 +118,8 @@ class WeightedAttention(CausalAttention):
         raise NotImplementedError
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
-        weights, value, about = self._weigh(h, context)
-        return self.output(merge_heads(head_mix(weights, value))), about
+        weights, value, statistics = self._weigh(h, context)
+        return self.output(merge_heads(head_mix(weights, value))), statistics
 
     def attention_map(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b H L S"]:
         return self._weigh(h, context)[0]

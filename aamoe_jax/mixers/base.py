@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, Float, Int
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import RotaryTable, rotary_table
 from aamoe_jax.mixers.costs import Costs, Loop, Number, Setting
-from aamoe_jax.mixers.family import Form
+from aamoe_jax.mixers.weighted_sum import WeightedSum
 from aamoe_jax.registry import MIXERS
 from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS, WHOLE, Shards
 
@@ -137,7 +137,7 @@ class Context:
 class Mixer(nnx.Module):
     """What all mixers have: see the top of this file. Costs are functions of the config alone: no mixer is built."""
 
-    forms: ClassVar[tuple[Form, ...]] = (Form(*["not said"] * len(Form._fields)),)
+    weighted_sums: ClassVar[tuple[WeightedSum, ...]] = (WeightedSum(*["not said"] * len(WeightedSum._fields)),)
     """What each of its parts is as a sum over candidates, for the table of mixers."""
     losses: ClassVar[tuple[str, ...]] = ()
     """Which of `training.auxiliary.LOSSES` its statistics hold, of those that are weighed by their layers."""

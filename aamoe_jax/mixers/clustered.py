@@ -21,8 +21,8 @@ from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.cache import KeyValueCache
 from aamoe_jax.mixers.cache import empty_cache as empty_key_value_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, key_value_cache, projections, rotated, squares
-from aamoe_jax.mixers.family import Form, head_scores, softmax_selected
 from aamoe_jax.mixers.statistics import shares
+from aamoe_jax.mixers.weighted_sum import WeightedSum, head_scores, softmax_selected
 from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
@@ -65,8 +65,8 @@ class ClusteredAttention(WeightedAttention):
     Keys outside the chosen clusters are masked, not skipped: this measures what routing loses, it saves no time.
     """
 
-    forms = (
-        Form(
+    weighted_sums = (
+        WeightedSum(
             "earlier tokens", "q . k / sqrt(k)", "the clusters with the best q . centroid", "softmax", "x W^V, then W^O"
         ),
     )

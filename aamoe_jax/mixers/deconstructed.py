@@ -16,8 +16,8 @@ from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, residual_gain
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.costs import Costs, Setting
-from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.parts import Part
+from aamoe_jax.mixers.weighted_sum import WeightedSum
 from aamoe_jax.registry import register
 from aamoe_jax.shards import TENSOR
 
@@ -45,7 +45,7 @@ class TokenMLP(Part):
     """
 
     label = "mlp"
-    forms = (Form("hidden units", "x . k", "all", "SiLU(x . k) (x . u)", "rows of V, then W^O"),)
+    weighted_sums = (WeightedSum("hidden units", "x . k", "all", "SiLU(x . k) (x . u)", "rows of V, then W^O"),)
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         width = config.d_model

@@ -26,10 +26,10 @@ from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.base import Context, Mixer, RotaryTables, Statistics
 from aamoe_jax.mixers.cache import KeyValueCache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Setting
-from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.feed_forward import FeedForward
 from aamoe_jax.mixers.parallel import Parallel
 from aamoe_jax.mixers.statistics import shares
+from aamoe_jax.mixers.weighted_sum import WeightedSum
 from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS
 
@@ -85,8 +85,8 @@ class MixtureOfDepthsConfig:
 class MixtureOfDepths(Mixer):
     """r_i (MHA(h) + FF(h))_i for the tokens that were chosen, 0 for the others."""
 
-    forms = (
-        Form(
+    weighted_sums = (
+        WeightedSum(
             "earlier tokens", "q . k / sqrt(k)", "the row's best C by w . h", "w . h times softmax", "x W^V, then W^O"
         ),
     )
@@ -145,8 +145,8 @@ class MixtureOfDepths(Mixer):
         chosen &= context.segment_ids > 0
         through = self._through(shards.gather(h, TOKENS), chosen, capacity, context)
         output = shards.scatter_sum(shards.part(through, RESOURCE), TENSOR)
-        about = self._statistics(guess, shards.part(best, TOKENS), shards.part(chosen, TOKENS), context.real)
-        return output * weight[..., None].astype(h.dtype), about
+        statistics = self._statistics(guess, shards.part(best, TOKENS), shards.part(chosen, TOKENS), context.real)
+        return output * weight[..., None].astype(h.dtype), statistics
 
     def empty_cache(self, rows: int, length: int) -> DepthCache:
         """An empty cache for `length` tokens in every row."""

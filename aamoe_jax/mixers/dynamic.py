@@ -35,8 +35,8 @@ from aamoe_jax.mixers.costs import (
     saved_rotation,
     squares,
 )
-from aamoe_jax.mixers.family import Form, head_scores, root_normalized, softmax_selected
 from aamoe_jax.mixers.statistics import shares
+from aamoe_jax.mixers.weighted_sum import WeightedSum, head_scores, root_normalized, softmax_selected
 from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
@@ -51,7 +51,7 @@ class SquareRootAttention(WeightedAttention):
     The root keeps the size of a sum of independent terms; what tokens have in common still grows with sqrt(n).
     """
 
-    forms = (Form("earlier tokens", "q . k / sqrt(k)", "all", "scores / sqrt(n)", "x W^V, then W^O"),)
+    weighted_sums = (WeightedSum("earlier tokens", "q . k / sqrt(k)", "all", "scores / sqrt(n)", "x W^V, then W^O"),)
 
     @staticmethod
     def costs(at: Setting) -> Costs:
@@ -101,7 +101,9 @@ class GatedAttention(WeightedAttention):
     Gates g are a second projection of tokens, normed and rotated like keys; both scores are over sqrt(k) (PM-12).
     """
 
-    forms = (Form("earlier tokens", "q . k and q . g", "all", "silu(q . g) (q . k) / sqrt(n)", "x W^V, then W^O"),)
+    weighted_sums = (
+        WeightedSum("earlier tokens", "q . k and q . g", "all", "silu(q . g) (q . k) / sqrt(n)", "x W^V, then W^O"),
+    )
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -233,8 +235,8 @@ class FilteredAttention(WeightedAttention):
     the usual size holds the kept neurons alone; what does not fit is counted, and the row's outputs are NaN after it.
     """
 
-    forms = (
-        Form(
+    weighted_sums = (
+        WeightedSum(
             "earlier tokens", "q . k / sqrt(k) + log gate", "those that the filter keeps", "softmax", "x W^V, then W^O"
         ),
     )
@@ -279,11 +281,11 @@ class FilteredAttention(WeightedAttention):
         shards = context.shards
         query, key, value = self._rotated(h, context)
         log_gate = self.log_gate(h, value)
-        about = self._statistics(log_gate, context)
+        statistics = self._statistics(log_gate, context)
         key, value, log_gate = (shards.gather(x, RESOURCE) for x in (key, value, log_gate))
         gates = jnp.repeat(log_gate, self.qkv.group, axis=2).swapaxes(1, 2)[:, :, None]
         visible = shards.part(self._visible(context), RESOURCE)[:, None] & jnp.isfinite(gates)
-        return softmax_selected(head_scores(query, key) + gates, visible), value, about
+        return softmax_selected(head_scores(query, key) + gates, visible), value, statistics
 
     def log_gate(self, h: Float[Array, "b L d"], value: Float[Array, "b L G k"]) -> Float[Array, "b L G"]:
         """What is added to the scores of every token's neuron in every head: -inf where it is left out.

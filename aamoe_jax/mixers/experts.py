@@ -27,9 +27,9 @@ from aamoe_jax.mixers.base import Cache, Context, Statistics
 from aamoe_jax.mixers.convolution import TOKENS_BEFORE, CausalConvolution, convolution_costs, last_tokens
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
 from aamoe_jax.mixers.expert_sum import expert_sum
-from aamoe_jax.mixers.family import Form, softmax_selected, top_selected
 from aamoe_jax.mixers.parts import Part
 from aamoe_jax.mixers.statistics import expert_use
+from aamoe_jax.mixers.weighted_sum import WeightedSum, softmax_selected, top_selected
 from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE, TENSOR
 
@@ -236,15 +236,17 @@ class TopKExperts(Experts):
     """The k experts of the highest scores (UNI-03), and Switch's loss to balance them."""
 
     losses = ("balance_loss",)
-    forms = (Form("experts", "x W", "the k highest", "softmax over the kept, or over all", "V_l ReLU(K_l x)"),)
+    weighted_sums = (
+        WeightedSum("experts", "x W", "the k highest", "softmax over the kept, or over all", "V_l ReLU(K_l x)"),
+    )
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         scores, real = self.router(h, context), real_tokens(context)
         mixture = self._mixture(scores, real)
-        about = load(mixture.chosen, mixture.chosen, real, context)
+        statistics = load(mixture.chosen, mixture.chosen, real, context)
         share = jax.nn.softmax(scores, axis=-1)
-        about["balance_loss"] = weighed_by_load(share, mixture.chosen, self.moe.top_k, context)
-        return self.mix(h, mixture), about
+        statistics["balance_loss"] = weighed_by_load(share, mixture.chosen, self.moe.top_k, context)
+        return self.mix(h, mixture), statistics
 
     def decode(self, h: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
         scores, cache = self.router.decode(h, cache)
@@ -266,7 +268,7 @@ class ReLUExperts(Experts):
     """
 
     losses = ("sparsity_loss",)
-    forms = (Form("experts", "x W", "those with x W > 0", "ReLU", "V_l ReLU(K_l x)"),)
+    weighted_sums = (WeightedSum("experts", "x W", "those with x W > 0", "ReLU", "V_l ReLU(K_l x)"),)
 
     @staticmethod
     def experts_per_token(config: ModelConfig) -> int:
@@ -276,11 +278,11 @@ class ReLUExperts(Experts):
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         real = real_tokens(context)
         mixture = self._mixture(self.router(h, context), real)
-        about = load(mixture.chosen, mixture.chosen, real, context)
-        about["relu_pairs"] = about["moe_load"].sum()
+        statistics = load(mixture.chosen, mixture.chosen, real, context)
+        statistics["relu_pairs"] = statistics["moe_load"].sum()
         target = self.moe.sparsity_target
-        about["sparsity_loss"] = weighed_by_load(mixture.coefficients, mixture.chosen, target, context)
-        return self.mix(h, mixture), about
+        statistics["sparsity_loss"] = weighed_by_load(mixture.coefficients, mixture.chosen, target, context)
+        return self.mix(h, mixture), statistics
 
     def decode(self, h: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
         scores, cache = self.router.decode(h, cache)
@@ -308,7 +310,9 @@ class SwitchExperts(Experts):
     """
 
     losses = ("balance_loss",)
-    forms = (Form("experts", "x W", "the highest, if it has capacity", "softmax over all", "V_l ReLU(K_l x)"),)
+    weighted_sums = (
+        WeightedSum("experts", "x W", "the highest, if it has capacity", "softmax over all", "V_l ReLU(K_l x)"),
+    )
 
     @classmethod
     def costs(cls, at: Setting) -> Costs:
@@ -326,9 +330,9 @@ class SwitchExperts(Experts):
         whole = context.shards.gather(wanted.argmax(-1), RESOURCE)  # one number per token of the rows
         place = context.shards.part(self._places(whole, context), RESOURCE)
         mixture = self._mixture(scores, wanted & (place <= self._capacity))
-        about = load(mixture.chosen, wanted, real, context)
-        about["balance_loss"] = weighed_by_load(jax.nn.softmax(scores, axis=-1), wanted, 1, context)
-        return self.mix(h, mixture), about
+        statistics = load(mixture.chosen, wanted, real, context)
+        statistics["balance_loss"] = weighed_by_load(jax.nn.softmax(scores, axis=-1), wanted, 1, context)
+        return self.mix(h, mixture), statistics
 
     def empty_cache(self, rows: int, length: int) -> SwitchCache:
         return SwitchCache(self.router.empty_cache(rows), jnp.zeros((rows, self.moe.num_experts), jnp.int32))

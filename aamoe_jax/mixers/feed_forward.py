@@ -10,8 +10,8 @@ from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, residual_gain
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
-from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.parts import Part
+from aamoe_jax.mixers.weighted_sum import WeightedSum
 from aamoe_jax.registry import register
 
 
@@ -20,7 +20,7 @@ class FeedForward(Part):
     """FF(x) = V ReLU(x K) with K, V of d x d_ff and no bias."""
 
     label = "feed_forward"
-    forms = (Form("hidden units", "x . k", "those with x . k > 0", "ReLU", "rows of V"),)
+    weighted_sums = (WeightedSum("hidden units", "x . k", "those with x . k > 0", "ReLU", "rows of V"),)
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.key = Projection(config.d_model, config.ff_width, axes=("storage", "heads"), rngs=rngs)
@@ -48,7 +48,7 @@ class SwiGLU(Part):
     """(silu(x W^gate) (x W^in)) W^out: every hidden unit has a gate of its own (PM-02)."""
 
     label = "feed_forward"
-    forms = (Form("hidden units", "x . k and x . g", "all", "silu(x . g) (x . k)", "rows of W^out"),)
+    weighted_sums = (WeightedSum("hidden units", "x . k and x . g", "all", "silu(x . g) (x . k)", "rows of W^out"),)
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         d, width = config.d_model, config.swiglu_width

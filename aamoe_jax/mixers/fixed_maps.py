@@ -25,7 +25,7 @@ from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
 from aamoe_jax.mixers.base import Context, RotaryTables, Statistics, causal_mask
 from aamoe_jax.mixers.cache import fill_value, mix_values, write_value
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, projections, saved_norm, saved_rotation, squares
-from aamoe_jax.mixers.family import Form, head_scores, largest_logit, softmax_selected
+from aamoe_jax.mixers.weighted_sum import WeightedSum, head_scores, largest_logit, softmax_selected
 from aamoe_jax.registry import MIXERS, register
 from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS, WHOLE, Shards
 
@@ -176,7 +176,9 @@ class StaticAttention(CausalAttention):
     Rotary positions are those of standard attention. Embeddings enter the stack at unit size, and are not normed again.
     """
 
-    forms = (Form("earlier tokens", "q . k / sqrt(k) of their embeddings", "all", "softmax", "x W^V, then W^O"),)
+    weighted_sums = (
+        WeightedSum("earlier tokens", "q . k / sqrt(k) of their embeddings", "all", "softmax", "x W^V, then W^O"),
+    )
 
     @staticmethod
     def costs(at: Setting) -> Costs:
@@ -233,7 +235,9 @@ for _name, _map, _stream in (("random_qk", "noise", _of_noise), ("fixed_qk", "a 
         _name,
         f"the attention map of {_map}",
         config=FixedQKConfig if _name == "fixed_qk" else None,
-        forms=(Form("earlier tokens", f"q . k / sqrt(k) of {_map}", "all", "softmax", "x W^V, then W^O"),),
+        weighted_sums=(
+            WeightedSum("earlier tokens", f"q . k / sqrt(k) of {_map}", "all", "softmax", "x W^V, then W^O"),
+        ),
         fixed_stream=_stream,
         stream=_name,
     )(FixedMapAttention)

@@ -16,7 +16,7 @@ from aamoe_jax.registry import register
 class Parallel(SideBySide):
     """MHA(h) + FF(h)."""
 
-    forms = (*CausalAttention.forms, *FeedForward.forms)
+    weighted_sums = (*CausalAttention.weighted_sums, *FeedForward.weighted_sums)
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__({"attention": CausalAttention, "feed_forward": FeedForward}, config, rngs=rngs)

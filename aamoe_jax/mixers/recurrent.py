@@ -17,7 +17,7 @@ from aamoe_jax.layers import merge_heads
 from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Setting, projections
-from aamoe_jax.mixers.family import Form, head_scores, largest_logit, softmax_selected
+from aamoe_jax.mixers.weighted_sum import WeightedSum, head_scores, largest_logit, softmax_selected
 from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
@@ -45,8 +45,10 @@ class ApproximateAttention(WeightedAttention):
     rotary embedding of standard attention; of the squares it does not depend on distances alone.
     """
 
-    forms = (
-        Form("earlier tokens", "q . k / sqrt(k)", "all", "its second-order series over the sum", "x W^V, then W^O"),
+    weighted_sums = (
+        WeightedSum(
+            "earlier tokens", "q . k / sqrt(k)", "all", "its second-order series over the sum", "x W^V, then W^O"
+        ),
     )
 
     @staticmethod
@@ -176,7 +178,7 @@ class NonApproximateAttention(CausalAttention):
     queries, where there is one, comes before SiLU, which makes nothing longer: it bounds s_j all the same.
     """
 
-    forms = (Form("earlier tokens", "SiLU(q_j) . k_j / sqrt(k)", "all", "softmax", "x W^V, then W^O"),)
+    weighted_sums = (WeightedSum("earlier tokens", "SiLU(q_j) . k_j / sqrt(k)", "all", "softmax", "x W^V, then W^O"),)
 
     @staticmethod
     def loops(at: Setting) -> tuple[Loop, ...]:
@@ -193,8 +195,8 @@ class NonApproximateAttention(CausalAttention):
         found = self._running(h, context)
         heads = context.shards.part(found.mean, RESOURCE).astype(h.dtype)
         real = context.shards.part(context.segment_ids, RESOURCE)[..., None] > 0
-        about = {"logit_absmax": largest_logit(self._logits(h)[0], real)}
-        return self.output(merge_heads(heads)), about
+        statistics = {"logit_absmax": largest_logit(self._logits(h)[0], real)}
+        return self.output(merge_heads(heads)), statistics
 
     def attention_map(self, h: Float[Array, "b s d"], context: Context) -> Float[Array, "b H s L"]:
         """The same row of exponentials for every token, over its own sum."""

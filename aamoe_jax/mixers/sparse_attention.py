@@ -21,8 +21,8 @@ from aamoe_jax.mixers.attention import CausalAttention, attend_cached
 from aamoe_jax.mixers.base import Cache, Context, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, Ring, empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Number, Setting, blocks, key_value_cache, projections, rotated
-from aamoe_jax.mixers.family import Form
 from aamoe_jax.mixers.flash import BLOCK, LOWEST, Attended, Band, flash_attention, loop, merged
+from aamoe_jax.mixers.weighted_sum import WeightedSum
 from aamoe_jax.registry import register
 
 BEFORE = Band(nearest=1)
@@ -44,8 +44,8 @@ class SparseAttentionConfig:
         require_positive(self, "window", "stride", "sinks")
 
 
-def _forms(selection: str) -> tuple[Form, ...]:
-    return (CausalAttention.forms[0]._replace(selection=selection),)
+def _weighted_sums(selection: str) -> tuple[WeightedSum, ...]:
+    return (CausalAttention.weighted_sums[0]._replace(selection=selection),)
 
 
 class SparseAttention(CausalAttention):
@@ -93,7 +93,7 @@ class RingAttention(SparseAttention):
 class LocalAttention(RingAttention):
     """Attention to a sliding window (Longformer): its time is linear, its cache of one size."""
 
-    forms = _forms("the last `window` tokens")
+    weighted_sums = _weighted_sums("the last `window` tokens")
 
     @staticmethod
     def costs(at: Setting) -> Costs:
@@ -133,7 +133,7 @@ class LocalAttention(RingAttention):
 class SinkAttention(RingAttention):
     """Attention to a sliding window and to the first tokens of the document (StreamingLLM)."""
 
-    forms = _forms("the last `window` tokens, and the first `sinks` of the document")
+    weighted_sums = _weighted_sums("the last `window` tokens, and the first `sinks` of the document")
 
     @staticmethod
     def costs(at: Setting) -> Costs:
@@ -229,7 +229,7 @@ class StridedAttention(SparseAttention):
     Some later token sees every earlier one, so the cache holds all; a step reads its column and its window alone.
     """
 
-    forms = _forms("the last `stride` tokens, and every `stride`-th before")
+    weighted_sums = _weighted_sums("the last `stride` tokens, and every `stride`-th before")
 
     @staticmethod
     def costs(at: Setting) -> Costs:

@@ -59,7 +59,7 @@ def initialize(text: str) -> None:
     Raises:
       ConfigError: neither; or no cluster is known here; or the port of process 0 is taken.
     """
-    # It takes SIGTERM away from Python. What it is for is in `interrupt.Agreement`.
+    # It takes SIGTERM away from Python. What it is for is in `interrupt.PreemptionSync`.
     jax.config.update("jax_enable_preemption_service", False)
     meet = functools.partial(
         jax.distributed.initialize,

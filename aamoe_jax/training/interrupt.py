@@ -79,7 +79,7 @@ def _fulfil(future: Future[Value], work: Callable[[], Value]) -> None:
         future.set_exception(error)
 
 
-class Agreement(contextlib.AbstractContextManager["Agreement"]):
+class PreemptionSync(contextlib.AbstractContextManager["PreemptionSync"]):
     """Which step is the last, once a signal has reached any process: the same one for all.
 
     A step is made by all processes or by none, and they are never at the same place. So each promises its steps one by
@@ -103,7 +103,7 @@ class Agreement(contextlib.AbstractContextManager["Agreement"]):
         self._settled, self._ended = threading.Event(), threading.Event()
         self._listener = threading.Thread(target=self._listen, name="stop", daemon=True)
 
-    def __enter__(self) -> Agreement:
+    def __enter__(self) -> PreemptionSync:
         if jax.process_count() > 1:
             self._listener.start()
         return self

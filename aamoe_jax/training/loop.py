@@ -28,7 +28,7 @@ from aamoe_jax.training.checkpoints import FOLDER, CheckpointStore, Meta, unanim
 from aamoe_jax.training.device_check import Speed, speeds, step_twice, stragglers
 from aamoe_jax.training.evaluation import Validation
 from aamoe_jax.training.goodput import Attempts, Stopwatch
-from aamoe_jax.training.interrupt import Agreement, Interrupt
+from aamoe_jax.training.interrupt import Interrupt, PreemptionSync
 from aamoe_jax.training.local_tier import LocalTier
 from aamoe_jax.training.metrics import Clock, MetricsLog, Record, train_record
 from aamoe_jax.training.optimizer import build_optimizer
@@ -40,7 +40,7 @@ from aamoe_jax.training.state import Placement, TrainState, abstract_state, init
 from aamoe_jax.training.step import Metrics, TrainStep, make_train_step
 from aamoe_jax.training.watchdog import Watchdog
 
-IN_A_ROW = 10
+MAX_CONSECUTIVE_SKIPS = 10
 """So many steps in a row that are not finite end a run that skips them: what is wrong is not in the batches."""
 BATCH_FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 
@@ -219,9 +219,9 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
     """Steps start + 1, start + 2, ...: step n learns from batch n - 1."""
     training, recorder = run.config.training, run.recorder
     step, loss = start, None
-    with Agreement(run.interrupt, start) as agreement:
-        goes_on = start < training.steps and agreement.allows(start + 1)
-        while goes_on:
+    with PreemptionSync(run.interrupt, start) as sync:
+        running = start < training.steps and sync.allows(start + 1)
+        while running:
             step += 1
             with run.stopwatch.during("compile"):
                 train_step = run.train_step(step)  # compiled already, but for the first one after the budgets' warm-up
@@ -239,9 +239,9 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
                 run.profiler.after(step, metrics)
                 run.store.poll()
                 run.owner.poll()
-                goes_on = step < training.steps and agreement.allows(step + 1)
+                running = step < training.steps and sync.allows(step + 1)
                 evaluates = _due(step, training.eval_every, training.steps)
-                saves = not goes_on or _due(step, training.checkpoint_every, training.steps)
+                saves = not running or _due(step, training.checkpoint_every, training.steps)
                 saves_locally = not saves and training.local_dir is not None and _due(step, training.local_every, 0)
                 if evaluates or saves or saves_locally:
                     recorder.flush()  # raises unless this step's state is finite too: no other is evaluated or saved
@@ -263,7 +263,7 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
         with run.stopwatch.during("save"):
             run.store.wait()
             run.local.clear()
-    return Result(step, agreement.signal if step < training.steps else None, loss)
+    return Result(step, sync.signal if step < training.steps else None, loss)
 
 
 class Recorder:
@@ -281,7 +281,7 @@ class Recorder:
     ):
         self._config, self._log, self._progress, self._store = config, log, progress, store
         self._pending: tuple[int, Metrics] | None = None
-        self._in_a_row = skipped
+        self._consecutive_skips = skipped
         self._clock = clock
 
     def receive(self, step: int, metrics: Metrics) -> None:
@@ -298,7 +298,7 @@ class Recorder:
     def sync(self) -> dict[str, int]:
         """Until all records are on disk. Returns what the checkpoint of this step notes of them."""
         self._log.sync()
-        return {"skipped": self._in_a_row, "records": self._log.count}
+        return {"skipped": self._consecutive_skips, "records": self._log.count}
 
     def speeds(self, step: int, found: list[Speed]) -> None:
         """Says how fast the processes are, and which are slow."""
@@ -317,8 +317,8 @@ class Recorder:
         values = jax.device_get(metrics)
         training = self._config.training
         finite = math.isfinite(values["nll"]) and math.isfinite(values["grad_norm"])
-        self._in_a_row = 0 if finite else self._in_a_row + 1
-        if not finite and (training.nonfinite == "stop" or self._in_a_row == IN_A_ROW):
+        self._consecutive_skips = 0 if finite else self._consecutive_skips + 1
+        if not finite and (training.nonfinite == "stop" or self._consecutive_skips == MAX_CONSECUTIVE_SKIPS):
             raise DivergedError(self._divergence(step, values))
         self._progress.advance()
         if not finite:
@@ -332,9 +332,10 @@ class Recorder:
 
     def _divergence(self, step: int, values: Metrics) -> str:
         self._store.wait()
-        saved = [number for number in self._store.steps() if number <= step - self._in_a_row]
+        skips = self._consecutive_skips
+        saved = [number for number in self._store.steps() if number <= step - skips]
         last = f"the last good checkpoint is {self._store.folder / str(saved[-1])}" if saved else "nothing was saved"
-        row = f", the {IN_A_ROW}th step in a row" if self._in_a_row == IN_A_ROW else ""
+        row = f", the {skips}th step in a row" if skips == MAX_CONSECUTIVE_SKIPS else ""
         return (
             f"step {step}, {_reason(step, values)}{row}; {last}. Resuming would repeat these steps: lower "
             "OptimizerConfig.learning_rate or clip_norm in a new run folder, or take TrainingConfig.nonfinite = 'skip' "

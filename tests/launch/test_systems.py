@@ -8,13 +8,13 @@ from aamoe_jax.registry import MIXERS
 from experiments.systems import (
     ROOT,
     System,
-    family,
     named_by,
     named_in,
     places_in_code,
     places_in_tests,
     report,
     systems,
+    weighted_sums,
 )
 from tests.launch.session import calls
 
@@ -152,8 +152,8 @@ def test_the_program_prints_and_writes(tmp_path):
     assert len(re.findall(r"^\| (?:AA|DEC|UNI|PM)-\d\d ", done.stdout, re.MULTILINE)) == 91
 
 
-def test_every_mixer_is_an_instance_of_the_family():
+def test_every_mixer_is_a_weighted_sum():
     """UNI-01: one row for each part of each mixer, with nothing left out."""
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in family().splitlines()[2:]]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in weighted_sums().splitlines()[2:]]
     assert list(dict.fromkeys(row[0] for row in rows)) == sorted(MIXERS)
     assert all(len(row) == 6 and all(row) for row in rows)

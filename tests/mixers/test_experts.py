@@ -20,8 +20,8 @@ from aamoe_jax.mixers.build import build_mixer, costs
 from aamoe_jax.mixers.costs import Setting
 from aamoe_jax.mixers.expert_sum import BLOCK, _lists, expert_sum
 from aamoe_jax.mixers.experts import ExpertRouter, MoEConfig
-from aamoe_jax.mixers.family import top_selected
 from aamoe_jax.mixers.statistics import summarize
+from aamoe_jax.mixers.weighted_sum import top_selected
 from aamoe_jax.shards import Shards
 from tests.aamoe.helpers import M, model_config
 from tests.evaluation.test_causality import probed

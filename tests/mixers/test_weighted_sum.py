@@ -10,7 +10,7 @@ from aamoe_jax.layers import apply_rotary, merge_heads
 from aamoe_jax.mixers.base import Context, causal_mask
 from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.experts import MoEConfig
-from aamoe_jax.mixers.family import head_scores, softmax_selected, top_selected
+from aamoe_jax.mixers.weighted_sum import head_scores, softmax_selected, top_selected
 
 LENGTH = 8
 CONFIG = ModelConfig(d_model=16, num_heads=2, num_layers=1, d_ff=24, own=(MoEConfig(num_experts=4, top_k=2),))

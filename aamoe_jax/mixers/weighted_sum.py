@@ -1,7 +1,8 @@
 """y = sum_j f_j(x) g_j(x): what attention, experts and all their kin have in common (UNI-01, UNI-06, UNI-07).
 
 Candidates are what a token may draw from; scores compare it with them; selection keeps some of these; coefficients f
-are made of the scores of what was kept; values g are what is summed. Every mixer says in its `Form` what its five are.
+are made of the scores of what was kept; values g are what is summed. Every mixer says in its `weighted_sums` what its
+five are.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 
-class Form(NamedTuple):
-    """A mixer as an instance of the family, in words: what the table of mixers prints."""
+class WeightedSum(NamedTuple):
+    """A part of a mixer as such a sum, in words: a row of the table of mixers."""
 
     candidates: str
     scores: str

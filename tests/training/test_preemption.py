@@ -13,7 +13,7 @@ import pytest
 
 from aamoe_jax.config import ConfigError
 from aamoe_jax.training import distributed
-from aamoe_jax.training.interrupt import Agreement, Interrupt
+from aamoe_jax.training.interrupt import Interrupt, PreemptionSync
 
 
 class Bulletin:
@@ -52,15 +52,15 @@ def run_together(monkeypatch, seed: int, count: int, steps: int, signals: dict[i
 
     def process(index: int, delays: list[float]) -> None:
         interrupt, step = Interrupt(), 0  # not entered: threads cannot handle signals
-        with Agreement(interrupt, 0) as agreement:
-            while step < steps and agreement.allows(step + 1):
+        with PreemptionSync(interrupt, 0) as sync:
+            while step < steps and sync.allows(step + 1):
                 step += 1
                 time.sleep(delays[step])
                 if signals.get(index) == step:
                     interrupt.requested = signal.SIGTERM
                 if step > 1:
                     collective.wait()  # the metrics of the step before, which need all processes
-            results[index] = (step, agreement.signal)
+            results[index] = (step, sync.signal)
 
     threads = [
         threading.Thread(target=process, args=(index, [chance.random() * 0.004 for _ in range(steps + 1)]))
@@ -74,7 +74,7 @@ def run_together(monkeypatch, seed: int, count: int, steps: int, signals: dict[i
     return results
 
 
-class TestAgreement:
+class TestPreemptionSync:
     @pytest.mark.parametrize("seed", range(12))
     def test_all_make_the_same_last_step(self, monkeypatch, seed):
         asked = random.Random(100 + seed).randrange(1, 18)
@@ -93,11 +93,11 @@ class TestAgreement:
 
     def test_one_process_stops_after_its_step_in_flight(self):
         interrupt = Interrupt()
-        with Agreement(interrupt, 3) as agreement:
-            assert agreement.allows(4)
+        with PreemptionSync(interrupt, 3) as sync:
+            assert sync.allows(4)
             interrupt.requested = signal.SIGINT
-            assert not agreement.allows(5)
-            assert agreement.signal == signal.SIGINT
+            assert not sync.allows(5)
+            assert sync.signal == signal.SIGINT
 
 
 class TestParse:
