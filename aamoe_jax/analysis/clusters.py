@@ -23,11 +23,6 @@ def nearest(points: Points, centroids: Centroids) -> Int[np.ndarray, "n"]:
     return np.argmax(points @ centroids.T - 0.5 * np.square(centroids).sum(1), axis=1)
 
 
-def inertia(points: Points, centroids: Centroids) -> float:
-    """Mean squared distance of points to their nearest centroids: what k-means makes small."""
-    return float(np.square(points - centroids[nearest(points, centroids)]).sum(1).mean())
-
-
 def spread_points(points: Points, clusters: int, random: np.random.Generator) -> Centroids:
     """Points to start from, each drawn by its squared distance to those before (k-means++, Arthur & Vassilvitskii)."""
     chosen = [points[random.integers(len(points))]]

@@ -140,11 +140,6 @@ class Tally(NamedTuple):
         )
 
     @property
-    def log_total(self) -> Float[Array, "*b H"]:
-        """log sum_j e^(s_j), which never falls along a document."""
-        return self.top + jnp.log(self.total)
-
-    @property
     def mean(self) -> Float[Array, "*b H k"]:
         """The values so far, weighted."""
         return self.mixed / self.total[..., None]
