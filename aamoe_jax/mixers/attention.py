@@ -13,7 +13,8 @@ from aamoe_jax.layers import Projection, QueryKeyValue, apply_rotary, merge_head
 from aamoe_jax.mixers.base import Cache, Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Number, Setting, blocks, key_value_cache, projections, rotated
-from aamoe_jax.mixers.flash import flash_attention, loop
+from aamoe_jax.mixers.fastest import fastest_attention
+from aamoe_jax.mixers.flash import loop
 from aamoe_jax.mixers.parts import Part
 from aamoe_jax.mixers.weighted_sum import WeightedSum, head_mix, head_scores, softmax_selected
 from aamoe_jax.registry import register
@@ -84,7 +85,7 @@ class CausalAttention(Part):
         value: Float[Array, "b S G k"],
         context: Context,
     ) -> Float[Array, "b L H k"]:
-        return flash_attention(query, key, value, context.segment_ids, first=context.attending_from).output
+        return fastest_attention(query, key, value, context.segment_ids, first=context.attending_from)
 
     def _visible(self, context: Context) -> Bool[Array, "b L L"]:
         return causal_mask(context.segment_ids)

@@ -21,6 +21,7 @@ from aamoe_jax.mixers.attention import CausalAttention, attend_cached
 from aamoe_jax.mixers.base import Cache, Context, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, Ring, empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Number, Setting, blocks, key_value_cache, projections, rotated
+from aamoe_jax.mixers.fastest import fastest_attention
 from aamoe_jax.mixers.flash import BLOCK, LOWEST, Attended, Band, flash_attention, loop, merged
 from aamoe_jax.mixers.weighted_sum import WeightedSum
 from aamoe_jax.registry import register
@@ -120,8 +121,8 @@ class LocalAttention(RingAttention):
         value: Float[Array, "b S G k"],
         context: Context,
     ) -> Float[Array, "b q H k"]:
-        band, first = Band(reach=self.sparse.window), context.attending_from
-        return flash_attention(query, key, value, context.segment_ids, band, first=first).output
+        first, reach = context.attending_from, self.sparse.window
+        return fastest_attention(query, key, value, context.segment_ids, first=first, reach=reach)
 
 
 @register(
