@@ -66,6 +66,7 @@ def test_what_is_damaged_is_passed_over(data, whole, tmp_path, capfd):
     train(config, run)
     said = capfd.readouterr()
     assert "7 is damaged" in said.err
+    assert "could be written" not in said.err  # step 7 is made again
     assert "resuming at step 6" in said.out
     assert_equal(run, whole)
 
