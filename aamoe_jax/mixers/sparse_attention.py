@@ -144,11 +144,13 @@ class SinkAttention(RingAttention):
         queries, ring = -(-length // block) * block, min(sparse.sinks + sparse.window, length)
         far = max(0, length - sparse.window)  # tokens whose window leaves the first one out
         visible = _mean_window(length, sparse.window) + _mean_window(far, sparse.sinks) * far / length
-        # Keys and values of the sinks of every block; scores and weights in float32, weights as they are multiplied.
-        gathered = at.rows * queries // block * sparse.sinks * 2 * at.kv_width * at.size
-        maps = at.rows * queries * at.config.num_heads * sparse.sinks * (2 * FLOAT + 1 + at.size)
-        joined = at.tokens * (2 * at.size * at.width + 6 * FLOAT * at.config.num_heads)
-        beside = Costs(at.rows * 4 * at.width * queries * sparse.sinks, activation_bytes=gathered + maps + joined)
+        # Queries again, keys and values of the sinks of every block, scores and weights; both parts to be merged.
+        gathered = queries // block * sparse.sinks * 2 * at.kv_width * at.size
+        maps = queries * at.config.num_heads * sparse.sinks * (3 * FLOAT + at.size)
+        joined = length * 3 * at.size * at.width
+        beside = Costs(
+            at.rows * 4 * at.width * queries * sparse.sinks, activation_bytes=at.rows * (gathered + maps + joined)
+        )
         return _costs(at, LocalAttention.loops(at), ring, visible) + beside
 
     @staticmethod
@@ -238,9 +240,8 @@ class StridedAttention(SparseAttention):
         stride, length = at.config.of(SparseAttentionConfig).stride, at.length
         per_column = [max(0, -(-(length - at) // stride)) for at in range(stride)]
         visible = _mean_window(length, stride) + sum(n * (n - 1) / 2 for n in per_column) / length
-        # Queries, keys, values and outputs once more by columns; both outputs, and what they are joined by.
-        d, kv, heads = at.width, at.kv_width, at.config.num_heads
-        beside = at.tokens * (at.size * (4 * d + 2 * kv) + 7 * FLOAT * heads)
+        # Queries, keys, values and outputs once more by columns, and both parts to be merged.
+        beside = at.tokens * at.size * (4 * at.width + 2 * at.kv_width)
         attended = _costs(at, StridedAttention.loops(at), _strided_keys(stride, length), visible, length)
         return attended + Costs(activation_bytes=beside)
 

@@ -3,13 +3,24 @@
 import numpy as np
 
 from aamoe_jax.config import ModelConfig
+from aamoe_jax.mixers.depth import MixtureOfDepthsConfig
 from tests.mixers.oracle_attention import attend
 from tests.mixers.rows import Rows
 
 
 def mixture_of_depths(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig) -> np.ndarray:
     guess = np.maximum(h @ params["predictor"]["hidden"], 0) @ params["predictor"]["output"]
-    return through(params, h, rows, config, guess > 0)
+    return through(params, h, rows, config, let_through(guess > 0, rows, config))
+
+
+def let_through(wish: np.ndarray, rows: Rows, config: ModelConfig) -> np.ndarray:
+    """Token by token: who wants to, unless the document so far has had its share."""
+    chosen = np.zeros_like(wish)
+    for row, i in np.ndindex(wish.shape):
+        before = sum(chosen[row, j] for j in rows.seen(row, i) if j < i)
+        allowed = int(config.of(MixtureOfDepthsConfig).capacity * (rows.positions[row, i] + 1))
+        chosen[row, i] = wish[row, i] and rows.segment_ids[row, i] > 0 and before < allowed
+    return chosen
 
 
 def through(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig, chosen: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from flax import nnx
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
+from aamoe_jax.mixers.depth import MixtureOfDepthsConfig
 from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
 from aamoe_jax.mixers.experts import MoEConfig
 from aamoe_jax.mixers.sparse_attention import SparseAttentionConfig
@@ -28,7 +29,9 @@ SELECTIONS = SparseAttentionConfig(window=3, stride=4, sinks=2), ClusteredAttent
 """They leave something out of so few tokens."""
 MOE = MoEConfig(num_experts=3, expert_width=5, capacity_factor=1.0, capacity_tokens=4)
 """Experts so few that they overflow."""
-OWN = (*SELECTIONS, FilteredAttentionConfig(threshold=0.88), MOE)
+DEPTH = MixtureOfDepthsConfig(capacity=0.4)
+"""So small that it refuses some, and large enough that several go through."""
+OWN = (*SELECTIONS, FilteredAttentionConfig(threshold=0.88), MOE, DEPTH)
 CONFIG = ModelConfig(d_model=16, num_heads=4, num_layers=2, d_ff=24, own=OWN)
 GROUPED = ModelConfig(
     d_model=16,
@@ -39,6 +42,7 @@ GROUPED = ModelConfig(
     qk_norm="none",
     own=(
         *SELECTIONS,
+        DEPTH,
         FilteredAttentionConfig(filter="message_norm", threshold=1.0),
         dataclasses.replace(MOE, coefficients="softmax_then_topk", router="attention", router_input="causal_conv"),
     ),
