@@ -56,7 +56,7 @@ def define_flags() -> None:
     """The flags of this program, which has one mixer more than the library."""
     register("masked_attention", "attention in whole squares", heads="softmax")(MaskedAttention)
     flags.DEFINE_list("lengths", ["1024", "4096", "16384"], "L: tokens of the one row, ascending.")
-    flags.DEFINE_integer("rounds", 5, "Timed runs of each mixer at each length.", lower_bound=1)
+    flags.DEFINE_integer("rounds", 5, "Timed runs of each mixer at each length; 0: compile it only.", lower_bound=0)
     flags.DEFINE_list("mixers", sorted(MIXERS), f"Which mixers; {STANDARD} is always among them.")
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations and products.")
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
@@ -98,6 +98,7 @@ def measure_length(config: ModelConfig, names: list[str], length: int, rounds: i
     """Time, memory and FLOPs of every mixer at one length.
 
     Args:
+      rounds: 0: none is run.
       room: bytes that a mixer may take; one that takes more is not run, and has no time.
     """
     calls, figures = {}, {}
@@ -106,31 +107,32 @@ def measure_length(config: ModelConfig, names: list[str], length: int, rounds: i
         compiled = compile_step(trial, length)
         size = measure.compiled_bytes(compiled)
         figures[name] = {"compiled_bytes": size, "flops": 3 * costs(name, Setting(config, 1, length)).prefill_flops}
-        if size <= room:
+        if rounds and size <= room:
             calls[name] = prepared(trial, compiled, length)
-    times = measure.interleaved(calls | {"product": measure.product(config.dtype)}, rounds)
+    times = measure.interleaved(calls | {"product": measure.product(config.dtype)}, rounds) if rounds else {}
     for name in names:
         milliseconds = [1e3 * time for time in times.get(name, [])]
         figures[name]["all_milliseconds"] = milliseconds
         figures[name]["milliseconds"] = statistics.median(milliseconds) if milliseconds else None
-    limit = measure.product_flops() / min(times["product"]) / 1e9
+    limit = measure.product_flops() / min(times["product"]) / 1e9 if rounds else None
     return {"length": length, "product_gflops_per_second": limit, "mixers": figures}
 
 
 def report(record: Mapping[str, Any]) -> str:
     """The whole record as markdown."""
-    machine = record["machine"]
+    machine, setting = record["machine"], record["setting"]
+    timing = "Compiled, and not run."
+    if record["rounds"]:
+        timing = f"Median of {record['rounds']} rounds; in each round every mixer runs once, one after the other."
     sections = [
         "# Every mixer against standard attention, forward and backward",
         f"    {record['command']}",
-        f"{machine['device']}, {machine['cores']} cores, JAX {machine['versions']['jax']}; {record['setting']}. "
-        f"Median of {record['rounds']} rounds; in each round every mixer runs once, one after the other.",
+        f"{machine['device']}, {machine['cores']} cores, JAX {machine['versions']['jax']}; {setting}. {timing}",
         "Ratios are to standard attention in the same run, which is computed block by block; `masked_attention` is the "
         "same in whole squares. FLOPs are the ledger's in closed form, all budgets spent, "
         "the backward pass as twice the forward; memory is what the compiler has laid out. Mixers are as they are "
         "initialised: budgets of AA-MoE are alike, half of the experts of `relu_moe` are on, more than it aims "
-        "at; `mixture_of_depths` has causal budgets, under which all tokens are computed. A mixer that takes more than "
-        f"{record['room_bytes'] / 2**30:.1f} GiB was not run.",
+        f"at. A mixer that takes more than {record['room_bytes'] / 2**30:.1f} GiB was not run.",
     ]
     for row in record["rows"]:
         sections += [f"## L = {row['length']}", length_table(row)]
@@ -146,7 +148,7 @@ def length_table(row: Mapping[str, Any]) -> str:
 
     lines = []
     for name, entry in row["mixers"].items():
-        time = "does not fit" if entry["milliseconds"] is None else f"{entry['milliseconds']:.1f}"
+        time = f"{entry['milliseconds']:.1f}" if entry["milliseconds"] else "not run"
         ratios = [relative(entry, key) for key in ("milliseconds", "flops", "compiled_bytes")]
         lines.append([name, time, *ratios[:2], f"{entry['compiled_bytes'] / 2**20:.0f}", ratios[2]])
     return table(["mixer", "ms", "time", "FLOPs", "MiB", "memory"], lines)

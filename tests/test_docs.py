@@ -167,8 +167,8 @@ def module_file(name: str) -> Path | None:
 def flags_of(module: str) -> frozenset[str]:
     """The flags that a program defines, read off its source: to import every program takes minutes.
 
-    Those of launch/program.py belong to it where it calls `define_experiment_flags`, those of clusters to
-    launch.cluster.
+    Those of launch/program.py belong to it where it calls `define_experiment_flags`, those of benchmarks/measure.py
+    where it calls `define_model_flags`, those of clusters to launch.cluster.
     """
     source = module_file(module).read_text(encoding="utf-8")
     found = set()
@@ -179,6 +179,8 @@ def flags_of(module: str) -> frozenset[str]:
                 found.add(str(first.value).removeprefix("--"))
     if "define_experiment_flags()" in source and module != "launch.program":
         found |= flags_of("launch.program")
+    if "measure.define_model_flags()" in source:
+        found |= flags_of("benchmarks.measure")
     if module == "launch.cluster":
         found |= {name for owner in (Job, *CLUSTERS.values()) for name in settings_of(owner)}
     return frozenset(found)

@@ -156,9 +156,8 @@ def _forward(
 
         zeros = jnp.zeros_like(query[i], jnp.float32)
         output, top, total = jax.lax.fori_loop(begin[i], end[i], meet, (zeros, zeros[..., 0] + LOWEST, zeros[..., 0]))
-        some = total > 0
-        total = jnp.where(some, total, 1)
-        return (output / total[..., None]).astype(value.dtype), jnp.where(some, top + jnp.log(total), LOWEST)
+        total = jnp.where(total > 0, total, 1)
+        return (output / total[..., None]).astype(value.dtype), top + jnp.log(total)
 
     output, lse = jax.lax.map(of_queries, jnp.arange(len(query)))
     return (output, lse), (query, key, value, query_segments, segment_ids, first, output, lse)

@@ -30,7 +30,7 @@ SPARSE = [
 
 
 def packed(length: int) -> Context:
-    """Documents of 1, 2 and 3 tokens among longer ones; and two with padding behind them."""
+    """Documents of 1, 2 and 3 tokens among longer ones; and two, the first without its first token, and padding."""
     random = np.random.default_rng(3)
     segments = np.stack([np.sort(random.integers(1, 5, length)), np.ones(length, int)])
     segments[0, 9:] += 4
@@ -39,6 +39,7 @@ def packed(length: int) -> Context:
     segments[1, -5:] = 0
     begins = np.diff(segments, axis=1, prepend=-1) != 0
     positions = np.arange(length) - np.maximum.accumulate(np.where(begins, np.arange(length), 0), axis=1)
+    positions[1, : length // 3] += 1
     return Context(jnp.asarray(segments), jnp.asarray(positions), "prefix", 1.0)
 
 
