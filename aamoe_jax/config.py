@@ -107,8 +107,9 @@ class BudgetConfig:
     slack: int = 64
     """Pairs by which the running spend of a causal budget may exceed beta * i (the cap, decision 23)."""
     warmup_steps: int = 0
-    """In training so many steps have budgets that are warmup_scale times as large; K_max stays as it is."""
+    """The first so many steps of training have larger budgets; K_max stays as it is."""
     warmup_scale: float = 4.0
+    """How many times as large those are."""
 
     def __post_init__(self) -> None:
         betas = self.beta if isinstance(self.beta, tuple) else (self.beta,)

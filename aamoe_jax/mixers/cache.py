@@ -75,10 +75,11 @@ class Ring(NamedTuple):
         return jnp.where(position < self.kept, position, self.kept + (position - self.kept) % self.window)
 
     def held(self, last: Int[Array, "b"], places: int) -> Int[Array, "b N"]:
-        """The position of the token in every place after the one at `last`; of a place that is still empty, any."""
+        """The position of the token in every place after the one at `last`; of a place that is still empty, of any
+        token up to it."""
         place, last = jnp.arange(places), last[:, None]
         latest = jnp.maximum(last - (last - place) % self.window, 0)
-        return jnp.where(place < self.kept, place, latest)
+        return jnp.where(place < self.kept, jnp.minimum(place, last), latest)
 
 
 def write_value(

@@ -264,9 +264,8 @@ class StridedAttention(SparseAttention):
         cache, stride, length = cache.write(context.positions, key, value), self.sparse.stride, cache.key.shape[1]
         distance = jnp.concatenate([jnp.arange(min(stride, length)), jnp.arange(stride, length, stride)])
         seen = cache.taken(context.positions - distance)
-        last = (distance <= context.positions).sum(
-            -1, keepdims=True
-        ) - 1  # nearest first: those in the row are in front
+        # The nearest come first, so that those before the start of the row are behind all others.
+        last = jnp.sum(distance <= context.positions, axis=1, keepdims=True) - 1
         return self.output(merge_heads(attend_cached(query, seen, last))), cache
 
     def _keeps(self, distance: Int[Array, "*#b"], position: Int[Array, "*#b"]) -> Bool[Array, "*#b"]:

@@ -92,9 +92,10 @@ def test_a_part_of_the_queries_is_that_part_of_the_row(name, sparse):
 @pytest.mark.parametrize("sparse", SPARSE[:3], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_decodes_as_it_was_trained(name, sparse):
-    """Prompts shorter and longer than a window; rings that go round more than once."""
+    """Prompts shorter and longer than a window; rings that go round more than once; the last token sees the first."""
     config = model_config(pattern=(name,), own=(sparse,), num_layers=1)
     assert_parity(config, params_of(config), length=35, starts=[1, 9, 24])
+    assert_parity(config, params_of(config), length=36, starts=[9])
 
 
 @pytest.mark.parametrize("ring", [Ring(0, 5), Ring(3, 5), Ring(3, 1)], ids=str)
@@ -104,6 +105,7 @@ def test_a_ring_holds_what_was_written_last(ring):
         held[int(ring.place(jnp.asarray(position)))] = position
         found = np.asarray(ring.held(jnp.asarray([position]), ring.places))[0]
         assert all(found[place] == at for place, at in held.items())
+        assert (found >= 0).all() and (found <= position).all()  # noqa: PT018
         assert sorted(held) == list(range(min(position + 1, ring.places)))
         seen = {at for at in range(position + 1) if at < ring.kept or position - at < ring.window}
         assert seen <= set(held.values())
