@@ -414,7 +414,8 @@ def state_of(directory: Path, trees: dict[str, Any], like: TrainState, meta: Met
     Raises:
       CorruptCheckpointError: an array is not what was saved.
     """
-    _check_fingerprints(directory, trees, meta)
+    # Of what every device holds a copy of, one process may have a bad one.
+    unanimous(lambda: _check_fingerprints(directory, trees, meta))
     # Written before there were ReLU experts, it has no weights, and needs none.
     weights = meta.get("sparsity_weight", ())
     shardings = like.step.sharding, like.key.sharding, like.sparsity_weight.sharding

@@ -14,7 +14,9 @@ on process 0 alone: hence NumPy's own files.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import os
 import shutil
 import sys
 import uuid
@@ -35,6 +37,7 @@ from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import (
     CorruptCheckpointError,
     Meta,
+    UnreadableCheckpointError,
     metadata,
     read_meta,
     read_with_retries,
@@ -144,12 +147,6 @@ class LocalTier(contextlib.AbstractContextManager["LocalTier"]):
         trees = jax.tree.unflatten(jax.tree.structure(trees_of(like)), list(arrays.values()))
         return state_of(self._root / str(me) / str(step), trees, like, meta)
 
-    def begin(self, step: int) -> None:
-        """Forgets the checkpoints of later steps, which will be made again."""
-        for later in saved_steps(self._own) if self._root is not None else ():
-            if later > step:
-                shutil.rmtree(self._own / str(later), ignore_errors=True)
-
     def save(
         self, state: TrainState, config: ExperimentConfig, datasets: dict[str, Any], *, skipped: int, records: int
     ) -> None:
@@ -165,20 +162,23 @@ class LocalTier(contextlib.AbstractContextManager["LocalTier"]):
             self._report()
         meta = metadata(state, config, datasets, None, records=records)
         leaves, count = _leaves(state), jax.process_count()
-        parts = _shards(leaves, {})
+        parts: dict[str, Any] = _shards(leaves, {})
         if count > 1:
             held = {path: [_names({path: leaf}, p) for p in range(count)] for path, leaf in leaves.items()}
             alone = {path: leaf for path, leaf in leaves.items() if any(_lacking(held[path]))}
-            if alone:
-                parts = _shards(_moved(alone, 1), _ring(_mesh(leaves), 1)) | parts
+            for path, leaf in alone.items():  # one after the other: a copy of all would need as much memory again
+                copies = _shards({path: _moved(leaf, 1)}, _ring(_mesh(leaves), 1))
+                parts = {name: jax.device_get(x) for name, x in copies.items()} | parts
         self._writing = self._pool.submit(self._write, meta, {name: jax.device_get(x) for name, x in parts.items()})
 
     def clear(self) -> None:
         """Removes them all: the run folder has what is newer."""
+        if self._root is None:
+            return
         if self._writing is not None:
             self._writing.exception()
-        if self._root is not None:
-            shutil.rmtree(self._root, ignore_errors=True)
+        distributed.wait_for_all("local_written")  # several processes may share the folder
+        shutil.rmtree(self._root, ignore_errors=True)
 
     @property
     def _own(self) -> Path:
@@ -197,12 +197,17 @@ class LocalTier(contextlib.AbstractContextManager["LocalTier"]):
     def _write(self, meta: Meta, parts: dict[str, np.ndarray]) -> None:
         for unfinished in self._own.glob("*.incomplete"):
             shutil.rmtree(unfinished)
-        for step in saved_steps(self._own)[:-KEPT]:
+        steps = saved_steps(self._own)
+        # Later ones are of a time that has not come again: they are kept until now, for the run may be started anew.
+        for step in {*steps} - {*[step for step in steps if step < meta["step"]][-KEPT:]}:
             shutil.rmtree(self._own / str(step))
         folder = self._own / f"{meta['step']}.incomplete"
         (folder / "meta").mkdir(parents=True)
         write_whole(folder / "meta" / "metadata", json.dumps(meta))
-        np.savez(folder / PARTS, **parts)  # type: ignore[arg-type]  # no part is called `allow_pickle`
+        with (folder / PARTS).open("wb") as file:
+            np.savez(file, **parts)  # type: ignore[arg-type]  # no part is called `allow_pickle`
+            file.flush()
+            os.fsync(file.fileno())
         folder.rename(self._own / str(meta["step"]))
 
     def _report(self) -> None:
@@ -238,10 +243,18 @@ def _id_of(run_dir: Path) -> str:
         path = run_dir / FILE
         if not distributed.is_first():
             return ""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return str(json.loads(path.read_text())["id"])
+        here = str(run_dir.absolute())
+        try:
+            with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+                held = json.loads(path.read_text(encoding="utf-8"))
+                if held["run_dir"] == here:  # and not that of which this folder is a copy
+                    return str(held["id"])
+        except OSError as error:
+            raise UnreadableCheckpointError(
+                f"{path} cannot be read: {error.strerror}; start the same command again"
+            ) from error
         new = uuid.uuid4().hex
-        write_whole(path, json.dumps({"id": new}) + "\n")
+        write_whole(path, json.dumps({"id": new, "run_dir": here}) + "\n")
         return new
 
     return distributed.gather(distributed.unique("id"), unanimous(read))[0]
@@ -255,9 +268,10 @@ def _folders(root: Path) -> list[Path]:
 def _parts_seen(root: Path) -> dict[int, dict[str, Path]]:
     """By step, the parts that are here, by name."""
     seen: dict[int, dict[str, Path]] = {}
-    for folder in _folders(root):
-        for step in saved_steps(folder):
-            with contextlib.suppress(OSError, ValueError, zipfile.BadZipFile):
+    with contextlib.suppress(OSError):
+        found = [(step, folder) for folder in _folders(root) for step in saved_steps(folder)]
+        for step, folder in found:
+            with contextlib.suppress(OSError, EOFError, ValueError, zipfile.BadZipFile):
                 seen.setdefault(step, {}).update(dict.fromkeys(_part_names(folder / str(step)), folder))
     return seen
 
@@ -330,16 +344,21 @@ def _ring(mesh: jax.sharding.Mesh, by: int) -> dict[Any, Any]:
     return {d: devices[(p - by) % count][i] for p, own in devices.items() for i, d in enumerate(own)}
 
 
-def _moved(leaves: Leaves, by: int) -> Leaves:
+def _moved(leaf: Array, by: int) -> Array:
     """Every device has the part of its counterpart in the process `by` places before."""
-    mesh, specs = _mesh(leaves), {path: leaf.sharding.spec for path, leaf in leaves.items()}
+    assert isinstance(leaf.sharding, NamedSharding)
+    return _mover(leaf.sharding.mesh, leaf.sharding.spec, by)(leaf)
+
+
+@functools.cache
+def _mover(mesh: jax.sharding.Mesh, spec: PartitionSpec, by: int) -> Any:
     number = {device: i for i, device in enumerate(mesh.devices.flat)}
     pairs = [(number[source], number[target]) for target, source in _ring(mesh, by).items()]
 
-    def move(parts: dict[str, Shaped[Array, "..."]]) -> dict[str, Shaped[Array, "..."]]:
-        return {path: jax.lax.ppermute(x, mesh.axis_names, pairs) for path, x in parts.items()}
+    def move(part: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        return jax.lax.ppermute(part, mesh.axis_names, pairs)
 
-    return jax.jit(jax.shard_map(move, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))(leaves)
+    return jax.jit(jax.shard_map(move, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False))
 
 
 def _returned(own: Leaves, copies: Leaves, complete: Sequence[bool]) -> Leaves:
@@ -355,7 +374,7 @@ def _returned(own: Leaves, copies: Leaves, complete: Sequence[bool]) -> Leaves:
     chosen = jax.shard_map(
         choose, mesh=mesh, in_specs=(everywhere.spec, specs, specs), out_specs=specs, check_vma=False
     )
-    return jax.jit(chosen)(has_own, own, _moved(copies, -1))
+    return jax.jit(chosen)(has_own, own, {path: _moved(leaf, -1) for path, leaf in copies.items()})
 
 
 def _warn(text: str) -> None:

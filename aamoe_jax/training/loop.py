@@ -118,8 +118,7 @@ def train(
     run_dir, training, stopwatch = _local(run_dir), config.training, stopwatch or Stopwatch()
     setup = set_up(config, stopwatch)
     with contextlib.ExitStack() as stack:
-        # Outermost, so that a signal cannot cut off what the others do on their way out.
-        interrupt = stack.enter_context(Interrupt())
+        interrupt = stack.enter_context(Interrupt())  # outermost: no signal cuts off the way out of the others
         owner = stack.enter_context(Owner(run_dir))
         attempts = stack.enter_context(Attempts(run_dir, stopwatch))
         watchdog = stack.enter_context(Watchdog(run_dir, jax.process_index()))
@@ -133,6 +132,7 @@ def train(
             MetricsLog(run_dir, resume_step=start, tensorboard=training.tensorboard, expected=meta.get("records"))
         )
         if start >= training.steps:
+            local.clear()
             return Result(start, None, meta.get("validation_loss"))
         attempts.begin(start)
         progress = stack.enter_context(Progress(start, training.steps))

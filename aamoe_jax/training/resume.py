@@ -78,7 +78,6 @@ def restore_newest(
             else:
                 raise
             continue
-        local.begin(step)
         for number, complaint in damaged:
             _warn(f"{complaint}; moved to {store.set_aside(number)}")
         _warn_of_versions(meta)
@@ -88,7 +87,6 @@ def restore_newest(
             f"every checkpoint in {store.folder} is damaged, and none was changed: put copies back, or start again in "
             f"another run folder. The newest: {damaged[0][1]}"
         )
-    local.begin(0)
     return None
 
 

@@ -71,6 +71,27 @@ def test_what_is_damaged_is_passed_over(data, whole, tmp_path, capfd):
     assert_equal(run, whole)
 
 
+def test_an_empty_file_is_no_checkpoint(data, tmp_path, capfd):
+    """As a machine that lost its power may leave it."""
+    local, run = tmp_path / "local", tmp_path / "run"
+    config = tiered(data, local)
+    cut_off(config, run, 8)
+    (next(local.iterdir()) / "0" / "7" / local_tier.PARTS).write_bytes(b"")
+    train(config, run)
+    assert "resuming at step 6" in capfd.readouterr().out
+
+
+def test_a_copy_of_a_run_folder_does_not_touch_those_of_the_original(data, tmp_path, capfd):
+    local, run = tmp_path / "local", tmp_path / "run"
+    config = tiered(data, local)
+    cut_off(config, run, 8)
+    (original,) = local.iterdir()
+    shutil.copytree(run, tmp_path / "copy")
+    train(config, tmp_path / "copy")
+    assert "resuming at step 4" in capfd.readouterr().out
+    assert saved_steps(original / "0")[-1] == 7
+
+
 def test_without_the_machine_the_run_folder_is_used(data, whole, tmp_path, capfd):
     config = tiered(data, tmp_path / "local")
     cut_off(config, tmp_path / "run", 7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from aamoe_jax.training import local_tier
 from aamoe_jax.training.checkpoints import find_checkpoint, read_meta, saved_steps
 from aamoe_jax.training.distributed import EXIT_LOST
 from aamoe_jax.training.metrics import read_metrics
@@ -187,6 +189,8 @@ class TestLocalCheckpoints:
         name = f"local_{empty[0]}"
         run_dir, kept = place.folder / name, place.folder / f"{name}.machines"
         shutil.copytree(source, run_dir)
+        named = json.loads((run_dir / local_tier.FILE).read_text()) | {"run_dir": str(run_dir)}
+        (run_dir / local_tier.FILE).write_text(json.dumps(named))  # a copy that is to have them
         shutil.copytree(machines, kept)
         for process in empty:
             shutil.rmtree(kept / str(process))
