@@ -167,6 +167,9 @@ class AAMoEConfig:
     key_convolution: bool = False
     """Whether keys are of a token and a little of the three before it, channel by channel: with this, a key says what
     came before as well, and a mean of keys more of its group."""
+    query_convolution: bool = False
+    """Whether queries are of the same convolution: with this, a token looks for what followed the few tokens before it,
+    not for what followed tokens like itself."""
     null_slot: Literal["none", "learned"] = "none"
     """`learned`: one zero-valued key with a learned logit per head, so that one resource alone still carries
     gradient."""
@@ -186,6 +189,8 @@ class AAMoEConfig:
                 refuse(self, "pooled_keys", f"must divide chunk_size = {self.chunk_size}")
             if self.local == "routed":
                 refuse(self, "local", "the own chunk has no pooled keys before it ends; take router = 'learned'")
+        if self.query_convolution and not self.key_convolution:
+            refuse(self, "query_convolution", "is of the convolution that key_convolution = True makes")
         require_choice(self, "bias", ("log_prob", "none"))
         require_choice(self, "signal", ("joint", "context_stopped", "experts_stopped", "separate"))
         require_choice(self, "null_slot", ("none", "learned"))

@@ -47,7 +47,9 @@ class Projection(nnx.Module):
         self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (width_in, width_out)), axes=axes)
 
     def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:
-        return x @ self.kernel[...].astype(x.dtype)
+        # Flat: of a batch of rows, XLA for CPUs would transpose the output's gradient before it makes that of W.
+        rows = x.reshape(-1, x.shape[-1]) @ self.kernel[...].astype(x.dtype)
+        return rows.reshape(*x.shape[:-1], -1)
 
 
 def residual_gain(config: ModelConfig) -> float:
@@ -112,14 +114,17 @@ class QueryKeyValue(nnx.Module):
             self.key_norm = Norm(config.head_dim, "rms")
 
     def __call__(
-        self, h: Float[Array, "b L d"], of_keys: Float[Array, "b L d"] | None = None
+        self,
+        h: Float[Array, "b L d"],
+        of_queries: Float[Array, "b L d"] | None = None,
+        of_keys: Float[Array, "b L d"] | None = None,
     ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
         """Queries and keys (normed, not yet rotated) and values of every token; G = H / `group`.
 
         Args:
-          of_keys: what keys are projected from; None: h.
+          of_queries, of_keys: what queries and keys are projected from; None: h.
         """
-        query = split_heads(self.query(h), self.head_dim)
+        query = split_heads(self.query(h if of_queries is None else of_queries), self.head_dim)
         key = split_heads(self.key(h if of_keys is None else of_keys), self.head_dim)
         value = split_heads(self.value(h), self.head_dim)
         if self.qk_norm == "rms":

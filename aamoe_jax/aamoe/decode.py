@@ -57,11 +57,11 @@ def decode(
     layer: AAMoELayer, h: Float[Array, "b 1 d"], context: Context, cache: Cache
 ) -> tuple[Float[Array, "b 1 d"], Cache]:
     """One more token in every row, at `context.positions`."""
-    config, of_keys = layer.config, None
+    config, convolved = layer.config, None
     if config.aamoe.key_convolution:
-        of_keys, before = layer.convolution.decode(h, cache.before)
-        of_keys, cache = of_keys.astype(h.dtype), cache._replace(before=before)
-    heads = layer.project(h, context, of_keys)
+        convolved, before = layer.convolution.decode(h, cache.before)
+        convolved, cache = convolved.astype(h.dtype), cache._replace(before=before)
+    heads = layer.project(h, context, convolved)
     cache = cache.write(context.positions, merge_heads(heads.key), merge_heads(heads.value))
     own = context.positions // config.aamoe.chunk_size
     chunks = jnp.arange(cache.key.shape[1]) < own[..., None]

@@ -86,19 +86,19 @@ class AAMoELayer(AAMoECosts):
         return output, Steps(heads, candidates, budget, allocated, found)
 
     def project(
-        self, h: Float[Array, "b n d"], context: Context, of_keys: Float[Array, "b s d"] | None = None
+        self, h: Float[Array, "b n d"], context: Context, convolved: Float[Array, "b s d"] | None = None
     ) -> Heads:
         """Queries, keys and values of the tokens that attend together, and of experts.
 
         Chunk keys are projected, then rotated; expert rows are neither (eq 9, AA-16).
 
         Args:
-          of_keys: what keys are projected from, where tokens before these are known; None: h, or a convolution of it.
+          convolved: the convolution of h, where tokens before these are known.
         """
-        h = context.move(h, "here", "attending")
-        if of_keys is None and self.config.aamoe.key_convolution:
-            of_keys = self.convolution(h, context).astype(h.dtype)
-        query, key, value = self.qkv(h, of_keys)
+        h, layer = context.move(h, "here", "attending"), self.config.aamoe
+        if convolved is None and layer.key_convolution:
+            convolved = self.convolution(h, context).astype(h.dtype)
+        query, key, value = self.qkv(h, convolved if layer.query_convolution else h, convolved)
         rotary = context.rotary(self.config).attending
         key, value = (jnp.repeat(x, self.qkv.group, axis=-2) for x in (key, value))
         expert_key, expert_value = (x.astype(h.dtype) for x in self.expert_rows(key.shape[-2]))

@@ -50,7 +50,8 @@ class PooledRouter(nnx.Module):
         expert_keys = shards.gather(self.expert_keys(heads.expert_key), RESOURCE, 0)
 
         of_chunks = chunk_scores(heads.rotated_query, shards.gather(keys, RESOURCE))
-        found = log_choice(of_chunks, expert_scores(heads.query, expert_keys), chunks, shards)
+        of_experts = expert_scores(heads.query, expert_keys)
+        found = log_choice(of_chunks, of_experts, chunks, layer.pooled_keys, shards)
         return *found, jnp.zeros(h.shape[:2])
 
     def page_keys(self, heads: Heads, context: Context) -> Float[Array, "b pooled H k"]:
@@ -70,8 +71,9 @@ class PooledRouter(nnx.Module):
         size = self.config.aamoe.pool_size
         group = context.positions // size
         cache = cache.write_router_key(group, pool(split_heads(cache.keys_of(group, size), self.config.head_dim), size))
-        of_chunks = cache.chunk_scores(_scaled(heads.rotated_query))[:, :, None]
-        found = log_choice(of_chunks, expert_scores(heads.query, cache.expert_key), chunks)
+        scores = cache.chunk_scores(_scaled(heads.rotated_query)).transpose(1, 0, 3, 2)  # [H, b, g, l]
+        of_chunks, of_experts = scores.reshape(*scores.shape[:2], 1, -1), expert_scores(heads.query, cache.expert_key)
+        found = log_choice(of_chunks, of_experts, chunks, scores.shape[2])
         return (*found, jnp.zeros(h.shape[:2])), cache
 
 
@@ -88,14 +90,17 @@ def pool(keys: Float[Array, "*r t H k"], size: int) -> Float[Array, "*r groups H
     return mean * jnp.sqrt((square + 1e-6) / (square_of_mean + 1e-6))[..., None]
 
 
-def chunk_scores(query: Float[Array, "b s H k"], keys: Float[Array, "b l g H k"]) -> Float[Array, "b H s l g"]:
-    """Products with the pooled keys of chunks, both sides rotated."""
-    return jnp.einsum("bshk,blghk->bhslg", _scaled(query), keys, precision=HIGHEST)
+def chunk_scores(query: Float[Array, "b s H k"], keys: Float[Array, "b l g H k"]) -> Float[Array, "H b s gl"]:
+    """Products with the pooled keys of chunks, both sides rotated: with the first of every chunk, then the second."""
+    keys = keys.swapaxes(1, 2).reshape(len(keys), -1, *keys.shape[3:])
+    return jnp.einsum("bshk,bnhk->hbsn", _scaled(query), keys, precision=HIGHEST)
 
 
-def expert_scores(query: Float[Array, "b s H k"], keys: Float[Array, "E g H k"]) -> Float[Array, "b H s E g"]:
-    """Products with the pooled keys of experts, neither side rotated."""
-    return jnp.einsum("bshk,eghk->bhseg", _scaled(query), keys, precision=HIGHEST)
+def expert_scores(query: Float[Array, "b s H k"], keys: Float[Array, "E g H k"]) -> Float[Array, "H b s gE"]:
+    """Products with the pooled keys of experts, neither side rotated: with the first of every expert, then the
+    second."""
+    keys = keys.swapaxes(0, 1).reshape(-1, *keys.shape[2:])
+    return jnp.einsum("bshk,nhk->hbsn", _scaled(query), keys, precision=HIGHEST)
 
 
 def _scaled(query: Float[Array, "b s H k"]) -> Float[Array, "b s H k"]:
@@ -103,21 +108,25 @@ def _scaled(query: Float[Array, "b s H k"]) -> Float[Array, "b s H k"]:
 
 
 def log_choice(
-    chunks: Float[Array, "b H s l g"],
-    experts: Float[Array, "b H s E g"],
+    chunks: Float[Array, "H b s gl"],
+    experts: Float[Array, "H b s gE"],
     available: Bool[Array, "b s l"],
+    groups: int,
     shards: Shards = WHOLE,
 ) -> tuple[Float[Array, "b n l"], Float[Array, "b n E"]]:
     """log P(choose) of chunks and of experts: the mean over all heads of a softmax over all their pooled keys.
 
     Args:
       available: which chunks can be chosen; of the others the result means nothing.
+      groups: g, pooled keys of each.
     """
-    chunks = jnp.where(available[:, None, ..., None], chunks, NEVER)
-    tops = [jax.lax.stop_gradient(x).max((-2, -1), initial=NEVER) for x in (chunks, experts)]
-    top = jnp.maximum(*tops)[..., None, None]
-    weights = jnp.concatenate([jnp.exp(x - top).sum(-1) for x in (chunks, experts)], axis=-1)
-    share = weights / weights.sum(-1, keepdims=True)
-    mean = shards.scatter_sum(share.sum(1), TENSOR) / (share.shape[1] * shards.tensor)
+    chunks = jnp.where(jnp.tile(available, groups), chunks, NEVER)
+    tops = [jax.lax.stop_gradient(x).max(-1, initial=NEVER, keepdims=True) for x in (chunks, experts)]
+    top = jnp.maximum(*tops)
+    # Added slice by slice: a sum over an axis of g would not be vectorised.
+    weights = [sum(jnp.split(jnp.exp(x - top), groups, axis=-1)) for x in (chunks, experts)]
+    weight = jnp.concatenate(weights, axis=-1)
+    share = weight / weight.sum(-1, keepdims=True)
+    mean = shards.scatter_sum(share.sum(0), TENSOR) / (len(share) * shards.tensor)
     r = jnp.log(jnp.maximum(mean, LEAST))
-    return r[..., : chunks.shape[-2]], r[..., chunks.shape[-2] :]
+    return r[..., : available.shape[-1]], r[..., available.shape[-1] :]

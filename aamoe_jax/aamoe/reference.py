@@ -45,7 +45,9 @@ def reference_layer(
     layer, heads = config.aamoe, config.num_heads
     size = config.d_model // heads
     weights = {name: params["qkv"][name]["kernel"] for name in ("query", "key", "value")}
-    keys, values = of_keys(params, config, h) @ weights["key"], h @ weights["value"]
+    looking_back = convolved(params, config, h)
+    keys, values = looking_back @ weights["key"], h @ weights["value"]
+    queries = (looking_back if layer.query_convolution else h) @ weights["query"]
     keys = np.stack([rotate_heads(key, t, config) for t, key in enumerate(keys)])
     if layer.router == "pooled":
         rows = split(params["expert_keys"].reshape(-1, config.d_model), heads)
@@ -54,8 +56,7 @@ def reference_layer(
     for i in range(len(h)):
         if count[i] == 0:
             continue  # the token bypasses the layer (AA-26)
-        query = h[i] @ weights["query"]
-        rotated_query = rotate_heads(query, i, config)
+        query, rotated_query = queries[i], rotate_heads(queries[i], i, config)
         if layer.router == "pooled":
             score = pooled_scores(split(query, heads), rotated_query, chunks[: i // layer.chunk_size], experts)
         else:
@@ -148,8 +149,8 @@ def tokens_of(config: ModelConfig, kind: str, j: int, i: int) -> list[int]:
     return [t for t in range(j * m, (j + 1) * m) if t <= (i - m if window else i)]
 
 
-def of_keys(params: Params, config: ModelConfig, h: Float[np.ndarray, "L d"]) -> Float[np.ndarray, "L d"]:
-    """What keys are projected from: h, or a causal convolution of it (`AAMoEConfig.key_convolution`)."""
+def convolved(params: Params, config: ModelConfig, h: Float[np.ndarray, "L d"]) -> Float[np.ndarray, "L d"]:
+    """h, or a causal convolution of it (`AAMoEConfig.key_convolution`)."""
     result = h.copy()
     if config.aamoe.key_convolution:
         for s, kernel in enumerate(params["convolution"]["kernel"], start=1):

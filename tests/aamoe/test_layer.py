@@ -25,7 +25,7 @@ def float64(tree):
 
 
 ROUTERS = [(local, {}) for local in LOCALS] + [
-    (local, {"router": "pooled", "pooled_keys": count, "key_convolution": count == 2})
+    (local, {"router": "pooled", "pooled_keys": count, "key_convolution": count > 1, "query_convolution": count == 2})
     for local, count in (("window", 2), ("chunk", 1), ("none", M))
 ]
 """Every local resource under the learned router, and under pooled keys all that these allow."""
@@ -209,7 +209,7 @@ def test_one_resource_at_most_is_the_window_alone():
 @pytest.mark.parametrize("local", ["window", "chunk", "routed", "none"])
 def test_documents_that_start_inside_a_chunk_do_not_see_each_other(local, kernel):
     """The data of this package never does that, but the model is public."""
-    config = model_config(local=local, slack=1000, key_convolution=True, kernel=kernel)
+    config = model_config(local=local, slack=1000, key_convolution=True, query_convolution=True, kernel=kernel)
     layer = layer_of(config)
     start = jnp.asarray([13, 27])[:, None]
     index = jnp.broadcast_to(jnp.arange(5 * M), (2, 5 * M))

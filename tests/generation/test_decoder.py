@@ -35,7 +35,7 @@ def test_every_mixer_decodes_as_it_was_trained(layer):
         {"null_slot": "learned"},
         {"bias": "none", "router": "learned_nope", "qk_norm": "none"},
         {"router": "pooled"},
-        {"router": "pooled", "key_convolution": True},
+        {"router": "pooled", "key_convolution": True, "query_convolution": True},
         {"key_convolution": True, "local": "none"},
         {"router": "pooled", "pooled_keys": 1, "local": "none", "qk_norm": "none"},
         {"router": "pooled", "pooled_keys": M, "local": "chunk", "null_slot": "learned", "num_experts": 0},

@@ -104,7 +104,7 @@ class TestEveryKindOfLayer:
     @pytest.mark.parametrize("local", ["window", "none"])
     def test_pooled_keys(self, tmp_path, local):
         """Heads are divided over `tensor`, chunks and experts over `resource`: all have a say in every choice."""
-        bindings = ("router = 'pooled'", f"local = {local!r}", "key_convolution = True")
+        bindings = ("router = 'pooled'", f"local = {local!r}", "key_convolution = True", "query_convolution = True")
         assert_same(on_meshes(tmp_path, self.MESHES, *(f"AAMoEConfig.{binding}" for binding in bindings)))
 
     def test_no_experts_no_local_resource_a_null_slot_and_recomputation(self, tmp_path):
