@@ -45,7 +45,7 @@ from experiments.binding import load_experiment
 from experiments.matching import active_flops, parameters
 from experiments.program import command_line, publish, start
 from experiments.runs import Result, exit_code, keep, seeds_of, with_training
-from experiments.studies import LEARNED, STANDARD
+from experiments.studies import LEARNED, ONE_TOKEN, STANDARD
 from experiments.tasks import TASKS, VOCAB_SIZE, Examples, Task, examples, generator
 
 FLAGS = flags.FLAGS
@@ -88,7 +88,8 @@ STACKS = {
 }
 ABLATIONS = {
     "one_pooled_key": Stack("one pooled key", "#56B4E9", ("AAMoEConfig.pooled_keys = 1",)),
-    "no_convolution": Stack("keys of one token", "#F0E442", ("AAMoEConfig.key_convolution = False",)),
+    "no_convolution": Stack("queries and keys of one token", "#F0E442", ONE_TOKEN),
+    "key_convolution": Stack("convolution on keys alone", "#E7298A", ("AAMoEConfig.query_convolution = False",)),
     "no_bias": Stack("no bias", "#999999", ("AAMoEConfig.bias = 'none'",)),
     "uniform": Stack("uniform budgets", "#8DA0CB", ("BudgetConfig.importance = 'uniform'",)),
     "no_warmup": Stack("no warm-up of budgets", "#B8860B", ("BudgetConfig.warmup_steps = 0",)),

@@ -72,9 +72,11 @@ def stack(pattern: str, *bindings: str) -> Variant:
 STANDARD = "attention+feed_forward"
 SIGNALS = ("loss", "surprisal", "entropy")
 """What the size of budgets is correlated with."""
+ONE_TOKEN = "AAMoEConfig.key_convolution = False", "AAMoEConfig.query_convolution = False"
+"""Queries and keys of one token."""
 LEARNED = (
     "AAMoEConfig.router = 'learned'",
-    "AAMoEConfig.key_convolution = False",
+    *ONE_TOKEN,
     "BudgetConfig.importance = 'learned'",
     "BudgetConfig.warmup_steps = 0",
 )
@@ -164,7 +166,8 @@ STUDIES: Mapping[str, Study] = {
         "What resources are ranked by, and what makes budgets differ",
         {
             "AA-MoE": stack("aamoe"),
-            "without convolution": stack("aamoe", "AAMoEConfig.key_convolution = False"),
+            "without convolution": stack("aamoe", *ONE_TOKEN),
+            "convolution on keys alone": stack("aamoe", "AAMoEConfig.query_convolution = False"),
             # The router's own parameters come on top: it has no feed-forward that could give way.
             "learned router": stack("aamoe", *LEARNED)._replace(matched=False),
             "dense, parallel": stack("parallel"),
@@ -185,7 +188,8 @@ STUDIES: Mapping[str, Study] = {
         },
         [
             Claim("ranking by pooled keys is better than by a learned router", "without convolution", "learned router"),
-            Claim("keys should know the tokens before theirs", "AA-MoE", "without convolution"),
+            Claim("keys should know the tokens before theirs", "convolution on keys alone", "without convolution"),
+            Claim("and queries those before their own", "AA-MoE", "convolution on keys alone"),
             Claim("AA-MoE is better than a parallel stack of its size", "AA-MoE", "dense, parallel"),
             Claim("AA-MoE is better than an ordinary transformer", "AA-MoE", "dense, one after the other"),
             Claim("the convolution helps dense attention too", "dense, with convolution", "dense, one after the other"),

@@ -280,6 +280,7 @@ class TestShipped:
             "AAMoEConfig.local": ("window", "none"),
             "AAMoEConfig.router": ("pooled", "learned"),
             "AAMoEConfig.key_convolution": (True, False),
+            "AAMoEConfig.query_convolution": (True, False),
             "AAMoEConfig.num_experts": (64, 61),
             "BudgetConfig.normalizer": ("prefix", "row"),
             "BudgetConfig.importance": ("bounded", "learned"),
