@@ -154,9 +154,11 @@ class TestNotFinite:
         assert updates_made(after) == {0}
 
     def test_one_that_is_finite_is_the_step_of_a_run_that_stops(self):
-        (placement, step, state), (_, plain, _) = dense_run("skip"), dense_run()
-        batch = placement.put(random_batch())
-        skipping, stopping = step(state(), batch), plain(state(), batch)
+        """Both in one program, which computes gradients once: XLA promises no bits between programs compiled apart."""
+        (placement, skip, state), (_, stop, _) = dense_run("skip"), dense_run()
+        skipping, stopping = jax.jit(lambda *given: (skip(*given), stop(*given)))(
+            state(), placement.put(random_batch())
+        )
         assert_same_bits(skipping[0].params, stopping[0].params)
         assert updates_made(skipping[0]) == {1}
         assert skipping[1]["learning_rate"] == stopping[1]["learning_rate"] > 0
