@@ -165,6 +165,7 @@ def leave(code: int) -> NoReturn:
     If they did not wait, the first would be the loss that the others report. Python's way out would wait far longer:
     for processes that are in the middle of a step that cannot end without this one.
     """
+    _say_on_abort(None, code)  # process 0 may be gone a moment before this one
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # the others go on, until they miss this one
         _client().wait_at_barrier("aamoe/leave", LEAVE_SECONDS * 1000)
     leave_at_once(code)
@@ -192,8 +193,8 @@ _OnAbort = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _on_abort: list[object] = []  # the handler that is installed: ctypes does not keep it alive
 
 
-def _say_on_abort(message: str | None) -> None:
-    """What to print, and to exit with EXIT_LOST, when JAX's client ends the process because others are lost.
+def _say_on_abort(message: str | None, code: int = EXIT_LOST) -> None:
+    """What to print, and what to exit with, when JAX's client ends the process because others are lost.
 
     It does so by abort(), with a stack trace of its own, the moment the coordinator cannot be reached or reports a lost
     process. It can be given a callback instead, but not from Python: the status does not cross (std::bad_cast). And
@@ -204,7 +205,7 @@ def _say_on_abort(message: str | None) -> None:
         del number
         if message is not None:
             os.write(2, f"error: {message}\n".encode())
-        os._exit(EXIT_LOST)
+        os._exit(code)
 
     _on_abort.append(_OnAbort(handle))
     ctypes.CDLL(None).signal(signal.SIGABRT, _on_abort[-1])

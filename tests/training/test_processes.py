@@ -20,7 +20,7 @@ from aamoe_jax.training import local_tier
 from aamoe_jax.training.checkpoints import find_checkpoint, read_meta, saved_steps
 from aamoe_jax.training.distributed import EXIT_LOST
 from aamoe_jax.training.metrics import read_metrics
-from experiments.jobs import Job, Layout
+from experiments.jobs import Job, Layout, free_port
 from tests.training.helpers import tiny_data, untimed
 
 STEPS = 40
@@ -265,6 +265,23 @@ class TestRefusals:
                 assert survivor_says(job, index).startswith(f"error: process {index} of 2: {said}"), job.outputs()
         assert not (place.folder / "refused" / "metrics.jsonl").exists()
 
+    def test_one_that_is_slow_to_leave_keeps_its_exit_code(self):
+        """Process 0, which hosts JAX's service, is gone before it."""
+        program = [sys.executable, "-c", LEAVE, f"127.0.0.1:{free_port()}"]
+        processes = [subprocess.Popen([*program, str(index)], stderr=subprocess.DEVNULL) for index in range(2)]
+        assert [process.wait(120) for process in processes] == [1, 1]
+
+
+LEAVE = """
+import sys, time
+from aamoe_jax.training import distributed
+
+index = int(sys.argv[2])
+distributed.initialize(f"{sys.argv[1]},2,{index}")
+leave_at_once = distributed.leave_at_once
+distributed.leave_at_once = lambda code: (time.sleep(2 * index), leave_at_once(code))
+distributed.leave(1)
+"""
 
 HANG = """
 import time
