@@ -74,6 +74,20 @@ class InUseError(ConfigError):
     """The run folder has another owner, which is alive."""
 
 
+class Snapshot(NamedTuple):
+    """What a checkpoint is written from."""
+
+    state: TrainState
+    config: ExperimentConfig
+    datasets: dict[str, Any]
+    validation_loss: float | None = None
+    skipped: int = 0
+    """So many steps before it were not finite, in a row. Where there are any, no older checkpoint is removed for it:
+    its parameters may be what is wrong."""
+    records: int = 0
+    """Of metrics, until here."""
+
+
 class Checkpoint(NamedTuple):
     """What evaluation needs of a checkpoint."""
 
@@ -206,29 +220,13 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         """Steps of the complete checkpoints, oldest first."""
         return saved_steps(self.folder)
 
-    def save(
-        self,
-        state: TrainState,
-        config: ExperimentConfig,
-        datasets: dict[str, Any],
-        validation_loss: float | None,
-        *,
-        skipped: int = 0,
-        records: int = 0,
-    ) -> None:
-        """Starts to write a checkpoint; returns when the arrays are copied, so that the state may be donated.
-
-        Args:
-          skipped: so many steps before it were not finite, in a row. Where there are any, no older one is removed for
-            it: its parameters may be what is wrong.
-          records: of metrics, until here.
-        """
+    def save(self, snapshot: Snapshot) -> None:
+        """Starts to write a checkpoint; returns when the arrays are copied, so that the state may be donated."""
         self.wait()
-        trees = trees_of(state)
-        meta = metadata(state, config, datasets, validation_loss, skipped=skipped, records=records)
+        meta = metadata(snapshot)
         step = meta["step"]
-        items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-        self._writing, self._losses[step], self._supersedes = step, validation_loss, skipped == 0
+        items = {name: ocp.args.StandardSave(tree) for name, tree in trees_of(snapshot.state).items()}
+        self._writing, self._losses[step], self._supersedes = step, snapshot.validation_loss, snapshot.skipped == 0
         try:
             self._checkpointer.save(
                 self._directory(step),
@@ -313,30 +311,22 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         return SaveError(f"the checkpoint of step {step} could not be written to {self.folder}: {reason}; {last}")
 
 
-def metadata(
-    state: TrainState,
-    config: ExperimentConfig,
-    datasets: dict[str, Any],
-    validation_loss: float | None,
-    *,
-    skipped: int = 0,
-    records: int = 0,
-) -> Meta:
-    """All of a checkpoint but its large arrays; the arguments are those of `CheckpointStore.save`."""
-    step = int(jax.device_get(state.step))
+def metadata(snapshot: Snapshot) -> Meta:
+    """All of a checkpoint but its large arrays."""
+    state, step = snapshot.state, int(jax.device_get(snapshot.state.step))
     meta = {
         "format": FORMAT,
         "step": step,
         "key": jax.device_get(jax.random.key_data(state.key)).tolist(),
         "sparsity_weight": jax.device_get(state.sparsity_weight).tolist(),
         "data": {"next_step": step},
-        "config": to_dict(config),
+        "config": to_dict(snapshot.config),
         "imports": [list(done) for done in imported()],
-        "datasets": datasets,
+        "datasets": snapshot.datasets,
         "versions": library_versions(),
-        "validation_loss": validation_loss,
-        "skipped": skipped,
-        "records": records,
+        "validation_loss": snapshot.validation_loss,
+        "skipped": snapshot.skipped,
+        "records": snapshot.records,
         "fingerprints": state_fingerprints(state),
     }
     return meta | {"digest": _digest(meta)}

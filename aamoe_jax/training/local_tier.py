@@ -31,12 +31,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
-from aamoe_jax.config import ConfigError, ExperimentConfig
+from aamoe_jax.config import ConfigError
 from aamoe_jax.files import write_whole
 from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import (
     CorruptCheckpointError,
     Meta,
+    Snapshot,
     UnreadableCheckpointError,
     metadata,
     read_meta,
@@ -147,21 +148,18 @@ class LocalTier(contextlib.AbstractContextManager["LocalTier"]):
         trees = jax.tree.unflatten(jax.tree.structure(trees_of(like)), list(arrays.values()))
         return state_of(self._root / str(me) / str(step), trees, like, meta)
 
-    def save(
-        self, state: TrainState, config: ExperimentConfig, datasets: dict[str, Any], *, skipped: int, records: int
-    ) -> None:
+    def save(self, snapshot: Snapshot) -> None:
         """Starts to write a checkpoint; returns when the arrays are copied, so that the state may be donated.
 
-        A failure is only a warning: there still are the checkpoints of the run folder. For the arguments see
-        `CheckpointStore.save`.
+        A failure is only a warning: there still are the checkpoints of the run folder.
         """
-        if skipped:
+        if snapshot.skipped:
             return  # older ones go as newer ones come, and these parameters may be what is wrong
         if self._writing is not None:
             self._writing.exception()
             self._report()
-        meta = metadata(state, config, datasets, None, records=records)
-        leaves, count = _leaves(state), jax.process_count()
+        meta = metadata(snapshot)
+        leaves, count = _leaves(snapshot.state), jax.process_count()
         parts: dict[str, Any] = _shards(leaves, {})
         if count > 1:
             held = {path: [_names({path: leaf}, p) for p in range(count)] for path, leaf in leaves.items()}

@@ -24,7 +24,7 @@ from aamoe_jax.data.batches import Batch
 from aamoe_jax.files import write_whole
 from aamoe_jax.model import structure
 from aamoe_jax.training import distributed
-from aamoe_jax.training.checkpoints import FOLDER, CheckpointStore, Meta, unanimous
+from aamoe_jax.training.checkpoints import FOLDER, CheckpointStore, Meta, Snapshot, unanimous
 from aamoe_jax.training.device_check import Speed, speeds, step_twice, stragglers
 from aamoe_jax.training.evaluation import Validation
 from aamoe_jax.training.goodput import Attempts, Stopwatch
@@ -252,13 +252,12 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
                 with run.stopwatch.during("evaluate"):
                     records, loss = run.validate(state.params, step)
                     recorder.validation(records)
-            if saves:
+            if saves or saves_locally:
                 with run.stopwatch.during("save"):
-                    run.owner.confirm()
-                    run.store.save(state, run.config, run.datasets, loss, **recorder.sync())
-            elif saves_locally:
-                with run.stopwatch.during("save"):
-                    run.local.save(state, run.config, run.datasets, **recorder.sync())
+                    if saves:
+                        run.owner.confirm()
+                    snapshot = Snapshot(state, run.config, run.datasets, loss, **recorder.sync())
+                    (run.store if saves else run.local).save(snapshot)
             run.attempts.update(step, at_once=saves)
         with run.stopwatch.during("save"):
             run.store.wait()

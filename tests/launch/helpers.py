@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.data import dataset_metadata
-from aamoe_jax.training.checkpoints import CheckpointStore
+from aamoe_jax.training.checkpoints import CheckpointStore, Snapshot
 from aamoe_jax.training.state import TrainState
 from tests.evaluation.helpers import random_params
 
@@ -20,4 +20,4 @@ def save_run(folder: Path, config: ExperimentConfig) -> None:
     params = jax.tree.map(jnp.asarray, random_params(config.model))
     state = TrainState(jnp.asarray(8, jnp.int32), params, {"count": jnp.asarray(8)}, jax.random.key(0), jnp.zeros(0))
     with CheckpointStore(folder / "checkpoints", keep_last=1) as store:
-        store.save(state, config, datasets, None)
+        store.save(Snapshot(state, config, datasets))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from aamoe_jax.config import ConfigError, ModelConfig
-from aamoe_jax.training.checkpoints import CheckpointStore
+from aamoe_jax.training.checkpoints import CheckpointStore, Snapshot
 from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.state import TrainState
 from launch import inspect
@@ -29,10 +29,9 @@ def saved_run(folder: Path, model: ModelConfig, data) -> Path:
     config = experiment(data, model)
     params = params_of(model)
     optimizer = build_optimizer(config.optimizer, 1).init(params)
+    state = TrainState(jnp.asarray(0, jnp.int32), params, optimizer, jax.random.key(0), jnp.zeros(0))
     with CheckpointStore(folder / "checkpoints", keep_last=1) as store:
-        store.save(
-            TrainState(jnp.asarray(0, jnp.int32), params, optimizer, jax.random.key(0), jnp.zeros(0)), config, {}, None
-        )
+        store.save(Snapshot(state, config, datasets={}))
     return folder
 
 

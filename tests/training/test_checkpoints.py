@@ -23,6 +23,7 @@ from aamoe_jax.training.checkpoints import (
     CheckpointStore,
     CorruptCheckpointError,
     SaveError,
+    Snapshot,
     UnreadableCheckpointError,
     _digest,
     find_checkpoint,
@@ -62,7 +63,7 @@ def saved(folder: Path, losses: dict[int, float | None], keep_last: int = 2) -> 
     """The folder of a run with checkpoints of these steps and validation losses."""
     with store_in(folder, keep_last) as store:
         for step, loss in losses.items():
-            store.save(state_at(step), CONFIG, DATASETS, loss)
+            store.save(Snapshot(state_at(step), CONFIG, DATASETS, loss))
     return folder
 
 
@@ -80,7 +81,7 @@ def full_disk(size: int) -> Iterator[None]:
 def failure(store: CheckpointStore, state: TrainState, loss: float | None = None) -> SaveError:
     """The error that saving raises, at once or at a later call."""
     try:
-        store.save(state, CONFIG, DATASETS, loss)
+        store.save(Snapshot(state, CONFIG, DATASETS, loss))
         store.wait()
     except SaveError as error:
         return error
@@ -111,7 +112,7 @@ class TestRoundTrip:
         advance = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state._replace(key=None)), donate_argnums=0)
         state = state_at(5)
         with store_in(tmp_path) as store:
-            store.save(state, CONFIG, DATASETS, None)
+            store.save(Snapshot(state, CONFIG, DATASETS))
             for _ in range(3):
                 state = advance(state)
         assert_same_bits(load_checkpoint(tmp_path).params, state_at(5).params)
@@ -132,7 +133,7 @@ class TestWhatIsKept:
     def test_superseded_ones_go_when_the_new_one_is_complete(self, tmp_path):
         saved(tmp_path, {1: None}, keep_last=1)
         with store_in(tmp_path, keep_last=1) as store:
-            store.save(state_at(2), CONFIG, DATASETS, None)
+            store.save(Snapshot(state_at(2), CONFIG, DATASETS))
             assert 1 in store.steps() or 2 in store.steps()
             store.wait()
             assert store.steps() == [2]
@@ -162,7 +163,7 @@ class TestFullDisk:
         store = store_in(tmp_path)
         with full_disk(4096):
             assert "there is no earlier one" in str(failure(store, state_at(2, size=1000)))
-        store.save(state_at(3), CONFIG, DATASETS, None)
+        store.save(Snapshot(state_at(3), CONFIG, DATASETS))
         store.close()
         assert store.steps() == [3]
 
@@ -204,7 +205,7 @@ class TestDamage:
             state, _ = restore_newest(store, NO_LOCAL, state_at(0), CONFIG, DATASETS)
             assert int(state.step) == 1
             assert store.steps() == [1]
-            store.save(state_at(2), CONFIG, DATASETS, None)  # the step can be saved again
+            store.save(Snapshot(state_at(2), CONFIG, DATASETS))  # the step can be saved again
         assert "2.corrupt" in capsys.readouterr().err
         assert_same_bits(load_checkpoint(copy).params, state_at(2).params)
 

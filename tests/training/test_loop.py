@@ -60,9 +60,9 @@ def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interru
             super()._record(step, metrics)
 
     class NotedStore(CheckpointStore):
-        def save(self, state, config, datasets, loss, **rest):
-            events.append(("save", int(state.step)))
-            super().save(state, config, datasets, loss, **rest)
+        def save(self, snapshot):
+            events.append(("save", int(snapshot.state.step)))
+            super().save(snapshot)
 
     stopwatch = Stopwatch()
     state = TrainState(jnp.int32(0), {"w": jnp.ones(3)}, {"mu": jnp.ones(3)}, jax.random.key(0), jnp.zeros(0))
