@@ -8,19 +8,25 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import operation, reference, xla
-from pallas_kernels.block_sparse_attention.gpu import path as gpu
 from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, LocalWindow, NoPairs, Path
 from pallas_kernels.block_sparse_attention.tpu import dense, dispatch, gathered, resident
 from pallas_kernels.block_sparse_attention.tpu import window as window_lib
 from pallas_kernels.block_sparse_attention.types import Attention, Inputs, Pairs, Problem, Window
 from pallas_kernels.varying import varying
 
+
+def _plan_on_gpu(problem: Problem) -> Path:
+    from pallas_kernels.block_sparse_attention.gpu import path  # JAX's compiler for them is slow to load
+
+    return path.plan(problem)
+
+
 PLANS: dict[str, tuple[Callable[[Problem], Path], LocalWindow]] = {
     "xla": (xla.plan, XLA_WINDOW),
     "pallas_tpu_resident": (resident.plan, window_lib.ON_TPUS),
     "pallas_tpu_gathered": (gathered.plan, window_lib.ON_TPUS),
     "pallas_tpu_dense": (dense.plan, window_lib.LOCAL),
-    "pallas_gpu": (gpu.plan, XLA_WINDOW),
+    "pallas_gpu": (_plan_on_gpu, XLA_WINDOW),
 }
 """What plans the pairs of a call, with a ValueError for what it cannot do; and how the window is computed."""
 IMPLEMENTATIONS = ("reference", *PLANS)
