@@ -94,8 +94,8 @@ class BudgetConfig:
     beta: float | tuple[float, ...] = 4.0
     """Mean number of resources per token: B = beta * L (AA-12). A tuple gives one value per layer (AA-30)."""
     normalizer: BudgetNormalizer = "prefix"
-    """`row`: the paper's softmax over the whole row, which sees the future. `prefix`: over the tokens so far
-    (causal)."""
+    """`row`: the paper's softmax over the whole document, which sees the future. `prefix`: over its tokens so
+    far (causal)."""
     importance: Importance = "learned"
     """What makes budgets differ. `learned`: w_B . h; `bounded`: the same, within a quarter and 4 times the mean;
     `uniform`: nothing, every token has beta."""
@@ -105,7 +105,7 @@ class BudgetConfig:
     expert_price: float = 1.0
     """Price of an expert, where a chunk of context costs 1 (AA-39); at least 1, so that a budget bounds the pairs."""
     slack: int = 64
-    """Pairs by which the running spend of a causal budget may exceed beta * i (the cap, decision 23)."""
+    """Pairs by which the running spend of a document's causal budgets may exceed beta * i (the cap, decision 23)."""
     warmup_steps: int = 0
     """The first so many steps of training have larger budgets; K_max stays as it is."""
     warmup_scale: float = 4.0

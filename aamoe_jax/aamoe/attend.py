@@ -52,7 +52,7 @@ def attend(
     visible = jnp.where(resource == (own - local.partial)[:, None], prefix[..., None], layer.chunk_size)
     most_beta = max(config.betas) * context.max_scale
     options: dict[str, Any] = {
-        "max_pairs": most_pairs(context.budget, rows, length, slots, most_beta, layer.budget.slack),
+        "max_pairs": most_pairs(context.budget, rows, length, slots, most_beta, layer),
         "max_score": max_score,
         "implementation": config.kernel,
     }

@@ -1,7 +1,8 @@
 """How many resources each token may spend (section 2.2; AA-11; decisions 01, 11, 16, 21-23).
 
-The real-valued budget of a token is its share of B = beta * L. The number of resources that it gets is the floor; the
-real value goes into the affordability of eq 11 and carries the gradient.
+The real-valued budget of a token is its share of B = beta * L, where L are the tokens of its document: documents that
+are packed into one row spend what they would spend alone. The number of resources that it gets is the floor; the real
+value goes into the affordability of eq 11 and carries the gradient.
 
 Shapes: b rows, L tokens per row, d width. Everything here is float32 (decision 38).
 """
@@ -10,21 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from aamoe_jax.config import AAMoEConfig
 from aamoe_jax.mixers.base import BudgetMode, Context
 
 PREDICTOR_WIDTH = 64
 """Hidden units of the causal predictor that is trained beside `row` budgets."""
 CAPPED = ("prefix", "predictor")
 """Budgets whose running spend is bounded online (decision 23)."""
-UNBOUNDED = 2**30
-"""More than any budget."""
+UNBOUNDED = 2**29
+"""More than any budget; the sum of two is an integer of 32 bits."""
 
 
 class Budget(NamedTuple):
@@ -39,24 +41,24 @@ class Budget(NamedTuple):
 
 
 def budget_of_rows(signal: Float[Array, "b n"], limit: Int[Array, "b n"], slack: int, context: Context) -> Budget:
-    """B b_i and B_i (AA-11). They are a matter of whole rows: one number of every token is gathered.
+    """B b_i and B_i (AA-11). They are a matter of whole documents: one number of every token is gathered.
 
     Args:
       signal: importance w_B . h; of `predictor` modes the real budgets that are predicted.
       limit: the most that is of use to a token.
     """
-    mode, beta, real = context.budget, context.beta, context.segment_ids > 0
+    mode, beta, segment_ids = context.budget, context.beta, context.segment_ids
     signal, limit = (context.move(x, "here", "rows") for x in (signal, limit))
     if mode == "prefix":
-        budget = prefix_budgets(signal, context.segment_ids, beta)
+        budget = prefix_budgets(signal, segment_ids, beta)
     elif mode == "row":
-        budget = row_budgets(signal, real, beta)
+        budget = row_budgets(signal, segment_ids, beta)
     else:
-        budget = jnp.where(real, signal, 0.0)
-    wanted = floor_row_budgets(budget) if mode == "row" else floor_causal_budgets(budget)
-    granted = jnp.where(real, jnp.minimum(wanted, limit), 0)
+        budget = jnp.where(segment_ids > 0, signal, 0.0)
+    wanted = floor_row_budgets(budget, segment_ids) if mode == "row" else floor_causal_budgets(budget)
+    granted = jnp.where(segment_ids > 0, jnp.minimum(wanted, limit), 0)
     if mode in CAPPED:
-        granted = cap_spending(granted, real, beta, slack)
+        granted = cap_spending(granted, segment_ids, beta, slack)
     return Budget(*(context.move(x, "rows", "here") for x in (budget, wanted, granted)))
 
 
@@ -83,16 +85,51 @@ def next_budget(
     return Budget(budget, wanted, granted), log_mean
 
 
-def most_pairs(mode: BudgetMode, rows: int, length: int, slots: int, beta: float, slack: int) -> int:
-    """Static bound on the pairs of rows: sum_i B_i <= B in a row, plus the slack of causal budgets (decision 26).
+def most_pairs(mode: BudgetMode, rows: int, length: int, slots: int, beta: float, config: AAMoEConfig) -> int:
+    """Static bound on the pairs of rows (decision 26): sum_i B_i <= B, plus the slack of causal budgets for every
+    document of a row. There are at most as many as chunks, for documents start where chunks do (decision 30).
 
     Args:
       beta: the largest that it may become.
     """
     if mode == "predictor_uncapped":
         return rows * length * slots
-    per_row = math.floor(beta * length + 0.5) + (0 if mode == "row" else slack)
-    return rows * min(per_row, length * slots)
+    slack = 0 if mode == "row" else config.budget.slack * max(length // config.chunk_size, 1)
+    return rows * min(math.floor(beta * length + 0.5) + slack, length * slots)
+
+
+def over_documents(
+    merge: Callable[[tuple[Array, ...], tuple[Array, ...]], tuple[Array, ...]],
+    terms: tuple[Shaped[Array, "b L"], ...],
+    segment_ids: Int[Array, "b L"],
+    *,
+    reverse: bool = False,
+) -> tuple[Shaped[Array, "b L"], ...]:
+    """The running `merge` of the terms of a document, up to every token; in reverse from its end down to the token.
+
+    Args:
+      merge: associative; what comes first in the direction of the scan is its first argument.
+    """
+
+    def restart(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple[Array, ...]:
+        (left_start, *so_far), (start, *own) = left, right
+        merged = merge(tuple(so_far), tuple(own))
+        return left_start | start, *(jnp.where(start, x, y) for x, y in zip(own, merged, strict=True))
+
+    changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+    start = jnp.pad(changes, ((0, 0), (0, 1) if reverse else (1, 0)), constant_values=True)
+    return jax.lax.associative_scan(restart, (start, *terms), axis=1, reverse=reverse)[1:]
+
+
+def of_whole_documents(running: Shaped[Array, "b L"], segment_ids: Int[Array, "b L"]) -> Shaped[Array, "b L"]:
+    """What has been reached at the last token of a document, at each of its tokens."""
+    return over_documents(lambda last, _: last, (running,), segment_ids, reverse=True)[0]
+
+
+def index_in_document(segment_ids: Int[Array, "b L"]) -> Int[Array, "b L"]:
+    """Tokens of a document up to every token, itself included."""
+    add: Callable[..., Any] = lambda x, y: (x[0] + y[0],)  # noqa: E731
+    return over_documents(add, (jnp.ones_like(segment_ids),), segment_ids)[0]
 
 
 def bounded(importance: Float[Array, "*tokens"]) -> Float[Array, "*tokens"]:
@@ -113,35 +150,23 @@ IMPORTANCE: Mapping[str, Callable[[Float[Array, "*tokens"]], Float[Array, "*toke
 
 
 def row_budgets(
-    importance: Float[Array, "b L"], real: Bool[Array, "b L"], beta: Float[Array, ""] | float
+    importance: Float[Array, "b L"], segment_ids: Int[Array, "b L"], beta: Float[Array, ""] | float
 ) -> Float[Array, "b L"]:
-    """The paper's budgets, beta * L_real * softmax(importance) over the whole row: they see the future (AA-28).
-    Padding gets 0."""
-    # A large negative number rather than -inf keeps a row of padding alone free of NaN.
-    share = jax.nn.softmax(jnp.where(real, importance, -1e30), axis=-1)
-    total = beta * real.sum(axis=-1, keepdims=True)
-    return jnp.where(real, total * share, 0.0)
+    """The paper's budgets, beta * L * softmax(importance) over all L tokens of the document: they see the future
+    (AA-28). Padding gets 0."""
+    (top,) = over_documents(lambda x, y: (jnp.maximum(x[0], y[0]),), (importance,), segment_ids)
+    weight = jnp.exp(importance - jax.lax.stop_gradient(of_whole_documents(top, segment_ids)))
+    (total,) = over_documents(lambda x, y: (x[0] + y[0],), (weight,), segment_ids)
+    length = of_whole_documents(index_in_document(segment_ids), segment_ids)
+    return jnp.where(segment_ids > 0, beta * length * (weight / of_whole_documents(total, segment_ids)), 0.0)
 
 
 def prefix_budgets(
     importance: Float[Array, "b L"], segment_ids: Int[Array, "b L"], beta: Float[Array, ""] | float
 ) -> Float[Array, "b L"]:
     """Causal budgets, beta * exp(s_i) / mean_{j <= i} exp(s_j), the mean running over the token's document so far."""
-
-    def merge(left: tuple[Array, Array, Array], right: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        """log sum exp and the number of terms, both counted from the last start of a document."""
-        left_start, left_sum, left_count = left
-        right_start, right_sum, right_count = right
-        return (
-            left_start | right_start,
-            jnp.where(right_start, right_sum, jnp.logaddexp(left_sum, right_sum)),
-            jnp.where(right_start, right_count, left_count + right_count),
-        )
-
-    start = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    terms = (start, importance, jnp.ones_like(importance))
-    _, log_sum, count = jax.lax.associative_scan(merge, terms, axis=1)
-    budget = beta * jnp.exp(importance - log_sum + jnp.log(count))
+    (log_sum,) = over_documents(lambda x, y: (jnp.logaddexp(x[0], y[0]),), (importance,), segment_ids)
+    budget = beta * jnp.exp(importance - log_sum + jnp.log(index_in_document(segment_ids).astype(jnp.float32)))
     return jnp.where(segment_ids > 0, budget, 0.0)
 
 
@@ -169,13 +194,14 @@ def next_prefix_budget(
     return beta * jnp.exp(importance - total[:, None]), jnp.stack([total, (total - mean) - change], axis=1)
 
 
-def floor_row_budgets(budget: Float[Array, "b L"]) -> Int[Array, "b L"]:
+def floor_row_budgets(budget: Float[Array, "b L"], segment_ids: Int[Array, "b L"]) -> Int[Array, "b L"]:
     """B_i = floor(B b_i), forgiving float32 rounding (decision 16).
 
     Without epsilon, uniform budgets lose a unit per token at some lengths; bounded by 1 / 2L it cannot push sum_i B_i
     past B.
     """
-    return jnp.floor(budget + min(1e-4, 0.5 / budget.shape[1])).astype(jnp.int32)
+    length = of_whole_documents(index_in_document(segment_ids), segment_ids)
+    return jnp.floor(budget + jnp.minimum(1e-4, 0.5 / length)).astype(jnp.int32)
 
 
 def floor_causal_budgets(budget: Float[Array, "b L"]) -> Int[Array, "b L"]:
@@ -184,25 +210,32 @@ def floor_causal_budgets(budget: Float[Array, "b L"]) -> Int[Array, "b L"]:
 
 
 def total_allowance(tokens: Int[Array, "..."], beta: Float[Array, ""] | float, slack: int) -> Int[Array, "..."]:
-    """What the first `tokens` tokens of a row may spend together: floor(beta * i) + slack (decision 23)."""
+    """What the first `tokens` tokens of a document may spend together: floor(beta * i) + slack (decision 23)."""
     # A budget scale may ask for more than an integer holds.
-    return jnp.floor(jnp.minimum(beta * tokens + 1e-4, 2.0**30)).astype(jnp.int32) + slack
+    allowance = jnp.floor(jnp.minimum(beta * tokens + 1e-4, float(UNBOUNDED))).astype(jnp.int32)
+    return jnp.minimum(allowance + slack, UNBOUNDED)
 
 
 def cap_spending(
-    wanted: Int[Array, "b L"], real: Bool[Array, "b L"], beta: Float[Array, ""] | float, slack: int
+    wanted: Int[Array, "b L"], segment_ids: Int[Array, "b L"], beta: Float[Array, ""] | float, slack: int
 ) -> Int[Array, "b L"]:
-    """The largest spends n_i <= wanted_i whose running sum stays within beta * i + slack at every real token
+    """The largest spends n_i <= wanted_i whose running sum stays within beta * i + slack at every token of a document
     (decision 23).
 
-    The rule n_i = min(wanted_i, allowance_i - sum_{j<i} n_j) unrolls to running_i = W_i + min(0, min_{j<=i}
-    allowance_j - W_j), where W is the running sum of `wanted`: a prefix computation, exact in integers.
+    A token takes the running spend x to min(x + wanted_i, allowance_i). Two such maps, one after the other, are again
+    one: min(x + wanted_1 + wanted_2, min(allowance_1 + wanted_2, allowance_2)). So this is a scan, exact in integers.
     """
-    allowance = total_allowance(jnp.cumsum(real, axis=1), beta, slack)
-    wanted = jnp.where(real, wanted, 0)
-    wanted_sum = jnp.cumsum(wanted, axis=1)
-    running = wanted_sum + jnp.minimum(0, jax.lax.cummin(allowance - wanted_sum, axis=1))
-    return jnp.diff(running, axis=1, prepend=0)
+
+    def after(first: tuple[Array, ...], second: tuple[Array, ...]) -> tuple[Array, Array]:
+        (wanted_1, allowance_1), (wanted_2, allowance_2) = first, second
+        wanted = jnp.minimum(wanted_1 + wanted_2, UNBOUNDED)
+        return wanted, jnp.minimum(allowance_1 + wanted_2, allowance_2)
+
+    index = index_in_document(segment_ids)
+    wanted = jnp.where(segment_ids > 0, jnp.minimum(wanted, UNBOUNDED), 0)
+    running = jnp.minimum(*over_documents(after, (wanted, total_allowance(index, beta, slack)), segment_ids))
+    before = jnp.pad(running[:, :-1], ((0, 0), (1, 0)))
+    return running - jnp.where(index == 1, 0, before)
 
 
 class BudgetPredictor(nnx.Module):

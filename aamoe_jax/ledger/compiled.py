@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from aamoe_jax.aamoe.budget import most_pairs
 from aamoe_jax.aamoe.costs import AAMoECosts, attended
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.base import Context
@@ -156,8 +156,7 @@ def _beyond_one_turn_of_pairs(at: Setting) -> Costs:
     """AA-MoE's windows, pairs with chunks and pairs with experts are loops (`xla`); in decoding slots are."""
     config, layer, given = at.config, at.config.aamoe, attended(at)
     m, heads, chunks = layer.chunk_size, config.num_heads, at.tokens // layer.chunk_size
-    slack = 0 if layer.budget.normalizer == "row" else layer.budget.slack
-    most = at.rows * min(math.floor(max(config.betas) * at.length + 0.5) + slack, at.length * given.slots)
+    most = most_pairs(layer.budget.normalizer, at.rows, at.length, given.slots, max(config.betas), layer)
     sizes = (at.tokens, heads, config.head_dim, chunks + layer.num_experts, m, given.slots)
     path = xla.plan(Problem(*sizes, jnp.dtype(config.dtype), chunks, most, scale=1.0))
     windows = min(chunks, max(1, window.STEP_SCORES // (heads * m * 2 * m)))

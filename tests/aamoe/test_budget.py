@@ -28,10 +28,15 @@ from tests.aamoe.helpers import M, model_config
 from tests.evaluation.helpers import random_params
 
 
+def row_counts(importance, segment_ids, beta):
+    """B_i of row budgets."""
+    return floor_row_budgets(row_budgets(importance, segment_ids, beta), segment_ids)
+
+
 def test_aa_27_one_token_can_take_the_whole_budget():
     """B_i = B for one token of the row, and nothing for the others."""
     importance, beta, length = jnp.zeros((1, 64)).at[0, 17].set(100.0), 3.0, 64
-    given = floor_row_budgets(row_budgets(importance, jnp.ones((1, length), bool), beta))
+    given = row_counts(importance, jnp.ones((1, length), jnp.int32), beta)
     assert given[0, 17] == beta * length
     assert given.sum() == beta * length
 
@@ -41,8 +46,7 @@ def test_aa_27_one_token_can_take_the_whole_budget():
 def test_uniform_importance_gives_every_token_beta(length, beta):
     """Decision 16: without epsilon, float32 loses one unit per token at these lengths."""
     importance = jnp.zeros((1, length))
-    row = row_budgets(importance, jnp.ones((1, length), bool), beta)
-    assert (floor_row_budgets(row) == beta).all()
+    assert (row_counts(importance, jnp.ones((1, length), jnp.int32), beta) == beta).all()
     prefix = jax.jit(prefix_budgets)(importance, jnp.ones((1, length), jnp.int32), beta)
     assert (floor_causal_budgets(prefix) == beta).all()
 
@@ -59,8 +63,8 @@ def test_uniform_importance_gives_every_token_of_a_long_row_beta(beta):
 def test_row_budgets_never_sum_past_the_total(length, scale):
     importance = scale * jax.random.normal(jax.random.key(0), (16, length))
     real = jnp.arange(length) < jnp.linspace(1, length, 16).astype(jnp.int32)[:, None]
-    budget = row_budgets(importance, real, 2.5)
-    count = floor_row_budgets(budget)
+    budget = row_budgets(importance, real.astype(jnp.int32), 2.5)
+    count = row_counts(importance, real.astype(jnp.int32), 2.5)
     total = 2.5 * real.sum(-1)
     assert (count >= 0).all()
     assert (count.sum(-1) <= total).all()
@@ -68,16 +72,32 @@ def test_row_budgets_never_sum_past_the_total(length, scale):
     np.testing.assert_allclose(budget.sum(-1), total, rtol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [0.1, 1.0, 100.0])
+def test_row_budgets_are_a_softmax_over_every_document(scale):
+    """Whatever another document holds: an importance far above takes nothing away, and does not underflow."""
+    importance = scale * np.random.default_rng(0).normal(size=(2, 30))
+    importance[:, :12] += 300
+    segments = np.array([[1] * 12 + [2] * 13 + [0] * 5, [1] * 12 + [0] * 2 + [2] * 15 + [3]])
+    budget = np.asarray(jax.jit(row_budgets)(jnp.asarray(importance, jnp.float32), jnp.asarray(segments), 2.0))
+    wanted = np.zeros((2, 30))
+    for row in range(2):
+        for document in set(segments[row]) - {0}:
+            there = segments[row] == document
+            weight = np.exp(importance[row, there] - importance[row, there].max())
+            wanted[row, there] = 2.0 * there.sum() * weight / weight.sum()
+    np.testing.assert_allclose(budget, wanted, rtol=2e-4, atol=1e-5)
+
+
 def test_one_token_can_use_the_entire_budget():
     importance = jnp.zeros((1, 64)).at[0, 10].set(100.0)
-    assert int(floor_row_budgets(row_budgets(importance, jnp.ones((1, 64), bool), 4.0))[0, 10]) == 256
+    assert int(row_counts(importance, jnp.ones((1, 64), jnp.int32), 4.0)[0, 10]) == 256
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 1e4])
 def test_bounded_budgets_stay_within_4_times_the_mean(scale):
     row = scale * jax.random.normal(jax.random.key(0), (3, 200))
     for budgets in (
-        row_budgets(bounded(row), jnp.ones(row.shape, bool), 4.0),
+        row_budgets(bounded(row), jnp.ones(row.shape, jnp.int32), 4.0),
         prefix_budgets(bounded(row), jnp.ones(row.shape, jnp.int32), 4.0),
     ):
         assert 1.0 <= float(budgets.min()) < 4.0 < float(budgets.max()) <= 16.0 + 1e-4
@@ -90,7 +110,7 @@ def test_small_importance_is_hardly_bounded():
 
 
 def test_a_row_of_padding_has_no_budget_and_no_nan():
-    budget, slope = jax.value_and_grad(lambda s: row_budgets(s, jnp.zeros((1, 8), bool), 4.0).sum())(jnp.ones((1, 8)))
+    budget, slope = jax.value_and_grad(lambda s: row_budgets(s, jnp.zeros((1, 8), int), 4.0).sum())(jnp.ones((1, 8)))
     assert budget == 0
     assert not slope.any()
 
@@ -131,23 +151,34 @@ def test_prefix_budgets_are_a_running_mean_that_restarts_with_each_document():
     data=st.data(),
 )
 def test_the_cap_is_the_sequential_rule_and_holds_at_every_token(wanted, beta, slack, data):
-    """Decision 23, whatever a predictor asks for: running spend <= beta * i + slack for every i."""
-    real = data.draw(st.lists(st.booleans(), min_size=len(wanted), max_size=len(wanted)))
-    capped = np.asarray(cap_spending(jnp.array([wanted]), jnp.array([real]), beta, slack))[0]
-    spent = index = 0
-    for i, (want, is_real) in enumerate(zip(wanted, real, strict=True)):
-        index += is_real
-        expected = min(want, int(np.floor(beta * index + 1e-4)) + slack - spent) if is_real else 0
-        assert capped[i] == expected
-        spent += expected
-        assert spent <= beta * index + slack + 1e-3
+    """Decision 23, whatever a predictor asks for: running spend <= beta * i + slack for every i of every document."""
+    ends = data.draw(st.lists(st.booleans(), min_size=len(wanted), max_size=len(wanted)))
+    padding = data.draw(st.integers(0, len(wanted)))
+    segments = 1 + np.cumsum(ends) - ends
+    segments[len(wanted) - padding :] = 0
+    capped = np.asarray(cap_spending(jnp.array([wanted]), jnp.array([segments]), beta, slack))[0]
+    for document in set(segments):
+        spent = 0
+        for index, i in enumerate(np.flatnonzero(segments == document), start=1):
+            expected = min(wanted[i], int(np.floor(beta * index + 1e-4)) + slack - spent) if document else 0
+            assert capped[i] == expected
+            spent += expected
+            assert spent <= beta * index + slack + 1e-3
+
+
+def test_the_cap_holds_where_sums_pass_what_an_integer_holds():
+    """Where prices are paid a budget is bounded by nothing else."""
+    wanted, segments = jnp.full((1, 24), 2**31 - 1), jnp.array([[1] * 10 + [2] * 14])
+    capped = np.asarray(cap_spending(wanted, segments, 3.0, 5))[0]
+    assert capped.tolist() == [8, *[3] * 9, 8, *[3] * 13]
+    everything = cap_spending(wanted, segments, jnp.float32(1e30), 5)
+    assert np.asarray(everything)[0, [0, 1, 10, 11]].tolist() == [2**29, 0, 2**29, 0]
 
 
 def test_the_cap_is_blind_to_the_future():
     wanted = jax.random.randint(jax.random.key(0), (1, 50), 0, 20)
-    real = jnp.ones((1, 50), bool)
     changed = wanted.at[0, 30:].set(0)
-    before, after = (cap_spending(w, real, 3.0, 5) for w in (wanted, changed))
+    before, after = (cap_spending(w, jnp.ones((1, 50), jnp.int32), 3.0, 5) for w in (wanted, changed))
     assert (before[0, :30] == after[0, :30]).all()
 
 
@@ -200,9 +231,11 @@ def test_no_layer_spends_past_the_cap_whatever_is_predicted(budget, weight, bias
     segments = segments.astype(np.int32)
     spent = np.asarray(spent_of(params, tokens, segments, np.float32(scale)))
     assert not spent[:, segments == 0].any()
-    allowed = np.multiply.outer(np.array(BETAS) * scale, np.cumsum(segments > 0, axis=1)) + SLACK
     assert (spent >= 0).all()
-    assert (np.cumsum(spent, axis=-1) <= allowed + 1e-3).all()
+    for document in (1, 2):
+        there = segments == document
+        allowed = np.multiply.outer(np.array(BETAS) * scale, np.cumsum(there, axis=1)) + SLACK
+        assert (np.cumsum(spent * there, axis=-1) <= allowed + 1e-3).all()
     changed = np.where(np.arange(LENGTH) < cut, tokens, other)
     later = np.asarray(spent_of(params, changed, segments, np.float32(scale)))
     np.testing.assert_array_equal(later[..., :cut], spent[..., :cut])

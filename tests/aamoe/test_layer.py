@@ -209,7 +209,7 @@ def test_one_resource_at_most_is_the_window_alone():
 @pytest.mark.parametrize("local", ["window", "chunk", "routed", "none"])
 def test_documents_that_start_inside_a_chunk_do_not_see_each_other(local, kernel):
     """The data of this package never does that, but the model is public."""
-    config = model_config(local=local, slack=1000, key_convolution=True, query_convolution=True, kernel=kernel)
+    config = model_config(local=local, slack=3, key_convolution=True, query_convolution=True, kernel=kernel)
     layer = layer_of(config)
     start = jnp.asarray([13, 27])[:, None]
     index = jnp.broadcast_to(jnp.arange(5 * M), (2, 5 * M))
@@ -228,16 +228,42 @@ def test_documents_that_start_inside_a_chunk_do_not_see_each_other(local, kernel
     assert float(jnp.abs(jnp.where(later, gradient, 0)).max()) > 0
 
 
-def test_packed_documents_do_not_see_each_other():
-    config = model_config(slack=1000)
-    layer = layer_of(config)
+@pytest.mark.parametrize("budget", ["prefix", "row", "predictor", "predictor_uncapped"])
+@pytest.mark.parametrize("local", ["window", "chunk"])
+def test_packed_documents_do_not_see_each_other(local, budget):
+    """Each is what it is alone, whatever its budgets are, with a cap that takes some of them (decision 23)."""
+    config = model_config(slack=3, local=local, normalizer="row" if budget.startswith("predictor") else "prefix")
+    layer = layer_of(config, importance=3.0)
+    if budget.startswith("predictor"):
+        layer.predictor.output_bias[...] = jnp.float32(2.0)
+        layer.predictor.output_kernel[...] = jax.random.normal(jax.random.key(5), layer.predictor.output_kernel.shape)
     segments = jnp.array([[1] * 2 * M + [2] * (M + 3) + [0] * (M - 3) + [3] * 2 * M])
-    h = inputs(1, 6 * M)
-    packed = apply(layer, h, context_of(config, 1, 6 * M, segment_ids=segments))[0]
+    h, clipped = inputs(1, 6 * M), []
+    packed = apply(layer, h, context_of(config, 1, 6 * M, segment_ids=segments, budget=budget))[0]
     for start, stop in ((0, 2 * M), (2 * M, 3 * M + 3), (4 * M, 6 * M)):
-        alone = apply(layer, h[:, start:stop], context_of(config, 1, stop - start))[0]
+        context = dataclasses.replace(context_of(config, 1, stop - start, budget=budget), detail="tokens")
+        alone, about = apply(layer, h[:, start:stop], context)
+        clipped.append(int((jnp.floor(about["budget"]) - about["spent"]).sum()))
         np.testing.assert_allclose(packed[:, start:stop], alone, atol=1e-5)
     assert not packed[:, 3 * M + 3 : 4 * M].any()
+    assert max(clipped) > 0, "the cap or the number of resources should take something"
+
+
+@pytest.mark.parametrize("kernel", ["reference", "xla"])
+def test_the_pair_bound_has_room_for_the_slack_of_every_document(kernel):
+    """Predictors that ask for all there is, in a row of documents of one chunk each."""
+    config = model_config(beta=1.0, slack=3 * M, normalizer="row", kernel=kernel)
+    layer = layer_of(config)
+    layer.predictor.output_bias[...] = jnp.float32(100.0)
+    segments = jnp.repeat(jnp.arange(1, 7), M)[None]
+    h = inputs(1, 6 * M)
+    context = dataclasses.replace(
+        context_of(config, 1, 6 * M, segment_ids=segments, budget="predictor"), detail="tokens"
+    )
+    packed, about = apply(layer, h, context)
+    assert int(about["spent"].sum()) == 6 * (M + 3 * M)
+    alone = apply(layer, h[:, 5 * M :], context_of(config, 1, M, budget="predictor"))[0]
+    np.testing.assert_allclose(packed[:, 5 * M :], alone, atol=1e-5)
 
 
 def test_rows_of_a_batch_do_not_see_each_other():
