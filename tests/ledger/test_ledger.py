@@ -146,6 +146,33 @@ class TestPublished:
             with pytest.raises(ValueError, match="no product"):
                 self.value(broken)
 
+    def test_dec_13_14_15_all_are_as_printed(self):
+        """Prefill and decode FLOPs, activation and cache bytes, written down once more."""
+        B, L, d, h, t = self.B, self.L, self.D, self.H, self.T
+        projections, step = 6 * B * L * d**2, 6 * B * d**2
+        standard = (
+            *(4 * B * L**2 * d + projections, step + 4 * B * L * d),
+            *(8 * B * L * d + 2 * B * L**2 * h / t, 4 * B * L * d),
+        )
+        fixed = (
+            *(2 * L**2 * d + 2 * B * L**2 * d + projections, 2 * L * d + 2 * B * L * d + step),
+            *(4 * B * L * d + 8 * L * d + 2 * L**2 * h / t, 2 * (B + 1) * L * d),
+        )
+        approximate = 14 * B * L * d**2, 10 * B * d**2, 11 * B * L * d / t + 3 * B * d**2 / (h * t)
+        printed = {
+            "attention": standard,
+            "mlp": (projections, step, 8 * B * L * d / t, 0),
+            "approximate": (*approximate, 6 * B * d + 4 * B * d**2 / h),
+            "non_approximate": (projections, step, 8 * B * L * d + 4 * B * L * h / t, 2 * B * d + 4 * B * h),
+            "random_qk": fixed,
+            "fixed_qk": fixed,
+            "static_qk": standard,
+        }
+        quantities = "prefill_flops", "decode_flops", "activation_bytes", "cache_bytes"
+        found = {name: tuple(self.value(formula(name, quantity)) for quantity in quantities) for name in printed}
+        assert found == printed
+        assert set(PRINTED) == {*printed, "aamoe"}
+
     def test_dec_13_slips_are_named_and_put_right(self):
         B, L, D, H = self.B, self.L, self.D, self.H
         assert self.value(formula("approximate", "prefill_flops")) == 14 * B * L * D**2

@@ -227,6 +227,18 @@ class TestFixedMaps:
         one, other = random(1, 2, 2, LENGTH, 16)
         np.testing.assert_allclose(call(2 * one - 3 * other), 2 * call(one) - 3 * call(other), atol=1e-4)
 
+    @pytest.mark.parametrize("name", FIXED)
+    def test_dec_06_07_the_sequence_runs_through_the_same_stack(self, name):
+        """The map of the second layer is of what the first layer makes of the sequence."""
+        config = dataclasses.replace(CONFIG, pattern=(f"{name}+feed_forward",))
+        params, tokens = random_params(config), tokens_of(1, LENGTH)
+        before = run(config, params, tokens, detail="maps")[1]["attention_map"]
+        params["periods"]["blocks"]["1_feed_forward"]["mixer"]["parts"]["feed_forward"]["value"]["kernel"][0] *= -1.0
+        after = run(config, params, tokens, detail="maps")[1]["attention_map"]
+        changed = [float(jnp.abs(old - new).max()) for old, new in zip(before, after, strict=True)]
+        assert changed[0] == 0
+        assert changed[1] > 0.01
+
     def test_dec_06_longer_noise_only_appends(self):
         short, long = (noise_stream(jnp.arange(n)[None], 64) for n in (20, 100))
         np.testing.assert_array_equal(short[0], long[0, :20])
