@@ -38,6 +38,11 @@ class CausalAttention(Part):
         )
         self.config = config
 
+    @property
+    def reach(self) -> int | None:
+        """The last so many tokens are seen, the token itself included; None: all."""
+        return None
+
     @staticmethod
     def costs(at: Setting) -> Costs:
         """softmax(q K^T) V, block by block, without the blocks of the future."""
@@ -85,7 +90,8 @@ class CausalAttention(Part):
         value: Float[Array, "b S G k"],
         context: Context,
     ) -> Float[Array, "b L H k"]:
-        return fastest_attention(query, key, value, context.segment_ids, first=context.attending_from)
+        first = context.attending_from
+        return fastest_attention(query, key, value, context.segment_ids, first=first, reach=self.reach)
 
     def _visible(self, context: Context) -> Bool[Array, "b L L"]:
         return causal_mask(context.segment_ids)

@@ -8,24 +8,17 @@ Shapes: b rows, S keys per row, q queries of them, H heads, G heads of keys and 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import types
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax.mixers.flash import Band, Place, flash_attention
+from aamoe_jax.mixers.splash import TILES, splash_attention
 from pallas_kernels import chips
 from pallas_kernels.varying import varying
 
-TILES = (512, 256, 128)
-"""Of splash attention: the largest that divides the row."""
 CUDNN_HEAD_SIZES = range(8, 129, 8)
 
 
@@ -65,94 +58,3 @@ def _cudnn(reach: int | None, query: Array, key: Array, value: Array, segment_id
     return jax.nn.dot_product_attention(
         query, key, value, is_causal=True, local_window_size=window, implementation="cudnn"
     )
-
-
-def splash_attention(
-    query: Float[Array, "b S H k"],
-    key: Float[Array, "b S G k"],
-    value: Float[Array, "b S G k"],
-    segment_ids: Int[Array, "b S"],
-    *,
-    reach: int | None = None,
-    interpret: bool = False,
-) -> Float[Array, "b S H k"]:
-    """JAX's own kernel for TPUs, which skips blocks that the mask leaves out. S must be a multiple of 128."""
-    query, key, value, segment_ids = varying((query, key, value, segment_ids))
-    return _splash(reach, interpret, query, key, value, segment_ids)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _splash(reach: int | None, interpret: bool, query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
-    return _splash_forward(reach, interpret, query, key, value, segment_ids)[0]
-
-
-def _splash_forward(
-    reach: int | None, interpret: bool, query: Array, key: Array, value: Array, segment_ids: Array
-) -> tuple[Array, Callable[..., Any]]:
-    _, length, heads, _ = query.shape
-    attend = functools.partial(_splash_rows, _splash_kernel(length, heads, reach, interpret), segment_ids)
-    with _results_vary_as(query):
-        return jax.vjp(attend, query, key, value)
-
-
-def _splash_backward(
-    reach: int | None, interpret: bool, pull_back: Callable[..., Any], d_output: Array
-) -> tuple[Array | None, ...]:
-    with _results_vary_as(d_output):
-        return *pull_back(d_output), None
-
-
-_splash.defvjp(_splash_forward, _splash_backward)
-
-
-def _splash_rows(
-    attend: splash_kernel.SplashAttentionKernel, segment_ids: Array, query: Array, key: Array, value: Array
-) -> Array:
-    def one_row(query: Array, key: Array, value: Array, segments: Array) -> Any:
-        return attend(query, key, value, segment_ids=splash_kernel.SegmentIds(segments, segments))
-
-    query, key, value = (x.swapaxes(1, 2) for x in (query * query.shape[-1] ** -0.5, key, value))
-    return jax.vmap(one_row)(query, key, value, segment_ids).swapaxes(1, 2)
-
-
-def _splash_kernel(length: int, heads: int, reach: int | None, interpret: bool) -> splash_kernel.SplashAttentionKernel:
-    shape, tile = (length, length), next(tile for tile in TILES if length % tile == 0)
-    mask: Any = splash_mask.CausalMask(shape)
-    if reach is not None:
-        mask = splash_mask.LocalMask(shape, window_size=(reach - 1, 0), offset=0)
-    # Gradients of queries have a kernel of their own: the fused one lays them out once for every block of keys.
-    sizes = splash_kernel.BlockSizes(
-        block_q=tile,
-        block_kv=tile,
-        block_q_dkv=tile,
-        block_kv_dkv=tile,
-        block_q_dq=tile,
-        block_kv_dq=tile,
-    )
-    return splash_kernel.make_splash_mha(
-        splash_mask.MultiHeadMask([mask] * heads),
-        block_sizes=sizes,
-        head_shards=1,
-        q_seq_shards=1,
-        interpret=interpret,
-    )
-
-
-@contextlib.contextmanager
-def _results_vary_as(x: Array) -> Iterator[None]:
-    """While splash attention is traced, its results vary over the same axes of a mesh as x.
-
-    `jax.shard_map` wants to know that of every kernel, and those of JAX 0.10 and 0.11 do not say it.
-    """
-    axes = jax.typeof(x).manual_axis_type
-
-    class Varying(jax.ShapeDtypeStruct):
-        def __init__(self, shape: Any, dtype: Any, **more: Any):
-            super().__init__(shape, dtype, **({"manual_axis_type": axes} | more))
-
-    theirs: Any = splash_kernel.jax
-    splash_kernel.jax = types.SimpleNamespace(**vars(theirs) | {"ShapeDtypeStruct": Varying})  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        splash_kernel.jax = theirs

@@ -30,7 +30,6 @@ BLOCK = 128
 Queries = Float[Array, "n b G r t k"]
 Statistic = Float[Array, "n b G r t"]
 Keys = Float[Array, "m b G t k"]
-Segments = Int[Array, "_ b t"]
 Place = Int[Array, ""] | int
 
 
@@ -40,6 +39,22 @@ class Attended(NamedTuple):
     output: Float[Array, "b q H k"]
     lse: Float[Array, "b q H"]
     """log sum_j e^(score_j) in float32; LOWEST where no key is seen, and the output 0."""
+
+
+class Blocks(NamedTuple):
+    """What attends to what, block by block."""
+
+    query: Queries
+    key: Keys
+    value: Keys
+
+
+class Places(NamedTuple):
+    """The documents of blocks, and the place in the row of the first query."""
+
+    of_queries: Int[Array, "n b t"]
+    of_keys: Int[Array, "m b t"]
+    first: Int[Array, ""]
 
 
 class Band(NamedTuple):
@@ -93,10 +108,11 @@ def flash_attention(
         query_segments = jax.lax.dynamic_slice_in_dim(segment_ids, first, queries, axis=1)
     block = block_size(max(queries, keys)) if block is None else block
     of_queries = jnp.moveaxis(_blocks(query, block).reshape(-1, rows, block, groups, heads // groups, size), 2, 4)
-    of_keys = (_blocks(x, block).swapaxes(2, 3) for x in (key, value))
+    of_keys, of_values = (_blocks(x, block).swapaxes(2, 3) for x in (key, value))
     # Tokens that fill the last block are of the last document, but later than all of it: nothing real sees them.
-    places = *(_blocks(x, block, "edge") for x in (query_segments, segment_ids)), jnp.asarray(first)
-    output, lse = _flash(band, *varying((of_queries, *of_keys, *places)))
+    mine, theirs = (_blocks(x, block, "edge") for x in (query_segments, segment_ids))
+    places = Places(mine, theirs, jnp.asarray(first))
+    output, lse = _flash(band, *varying((Blocks(of_queries, of_keys, of_values), places)))
     output, lse = (jnp.moveaxis(jnp.moveaxis(x, 4, 2), 0, 1) for x in (output, lse))
     return Attended(output.reshape(rows, -1, heads, size)[:, :queries], lse.reshape(rows, -1, heads)[:, :queries])
 
@@ -122,33 +138,18 @@ def loop(queries: int, keys: int, band: Band = CAUSAL, first: int = 0) -> Loop:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(
-    band: Band,
-    query: Queries,
-    key: Keys,
-    value: Keys,
-    query_segments: Segments,
-    segment_ids: Segments,
-    first: Place,
-) -> tuple[Queries, Statistic]:
-    return _forward(band, query, key, value, query_segments, segment_ids, first)[0]
+def _flash(band: Band, blocks: Blocks, places: Places) -> tuple[Queries, Statistic]:
+    return _forward(band, blocks, places)[0]
 
 
-def _forward(
-    band: Band,
-    query: Queries,
-    key: Keys,
-    value: Keys,
-    query_segments: Segments,
-    segment_ids: Segments,
-    first: Place,
-) -> tuple[tuple[Queries, Statistic], tuple[Any, ...]]:
-    begin, end = _bounds(_meets(band, query_segments, segment_ids, first), axis=1)
+def _forward(band: Band, blocks: Blocks, places: Places) -> tuple[tuple[Queries, Statistic], tuple[Any, ...]]:
+    query, _, value = blocks
+    begin, end = _bounds(_meets(band, places), axis=1)
 
     def of_queries(i: Array) -> tuple[Float[Array, "b G r t k"], Float[Array, "b G r t"]]:
         def meet(j: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
             output, top, total = state
-            scores, seen = _scores(band, query[i], key[j], query_segments[i], segment_ids[j], first, i - j)
+            scores, seen = _scores(band, blocks, places, i, j)
             new_top = jnp.maximum(top, scores.max(-1))
             weights, decay = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0), jnp.exp(top - new_top)
             values = _product("bgrts,bgsk->bgrtk", weights.astype(value.dtype), value[j])
@@ -160,23 +161,22 @@ def _forward(
         return (output / total[..., None]).astype(value.dtype), top + jnp.log(total)
 
     output, lse = jax.lax.map(of_queries, jnp.arange(len(query)))
-    return (output, lse), (query, key, value, query_segments, segment_ids, first, output, lse)
+    return (output, lse), (blocks, places, output, lse)
 
 
-def _backward(
-    band: Band, residuals: tuple[Any, ...], cotangents: tuple[Queries, Statistic]
-) -> tuple[Array | None, ...]:
-    query, key, value, query_segments, segment_ids, first, output, lse = residuals
+def _backward(band: Band, residuals: tuple[Any, ...], cotangents: tuple[Queries, Statistic]) -> tuple[Blocks, None]:
+    blocks, places, output, lse = residuals
+    query, key, value = blocks
     d_output, d_lse = cotangents
     # d score = weight (d weight - delta); of the log-sum-exp the weights are the gradient.
     delta = jnp.sum(output.astype(jnp.float32) * d_output.astype(jnp.float32), axis=-1) - d_lse
     scale = query.shape[-1] ** -0.5
-    begin, end = _bounds(_meets(band, query_segments, segment_ids, first), axis=0)
+    begin, end = _bounds(_meets(band, places), axis=0)
 
     def of_keys(d_query: Queries, j: Array) -> tuple[Queries, tuple[Array, Array]]:
         def meet(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
             d_query, d_keys, d_values = state
-            scores, seen = _scores(band, query[i], key[j], query_segments[i], segment_ids[j], first, i - j)
+            scores, seen = _scores(band, blocks, places, i, j)
             weights = jnp.where(seen, jnp.exp(scores - lse[i][..., None]), 0)
             d_weights = _product("bgrtk,bgsk->bgrts", d_output[i], value[j])
             d_scores = (scale * weights * (d_weights - delta[i][..., None])).astype(query.dtype)
@@ -192,34 +192,30 @@ def _backward(
         return d_query, tuple(x.astype(key.dtype) for x in d_both)
 
     d_query, d_both = jax.lax.scan(of_keys, jnp.zeros_like(query, jnp.float32), jnp.arange(len(key)))
-    return d_query.astype(query.dtype), *d_both, None, None, None
+    return Blocks(d_query.astype(query.dtype), *d_both), None
 
 
 _flash.defvjp(_forward, _backward)
 
 
 def _scores(
-    band: Band,
-    query: Float[Array, "b G r t k"],
-    key: Float[Array, "b G t k"],
-    query_segments: Int[Array, "b t"],
-    segment_ids: Int[Array, "b t"],
-    first: Place,
-    apart: Array,
+    band: Band, blocks: Blocks, places: Places, i: Array, j: Array
 ) -> tuple[Float[Array, "b G r t t"], Bool[Array, "b 1 1 t t"]]:
-    """Scores of a block of queries against one of keys that is `apart` blocks before it, and which are seen."""
+    """Scores of block i of queries against block j of keys, and which of them are seen."""
+    query, key = blocks.query[i], blocks.key[j]
     place = jnp.arange(query.shape[-2])
-    distance = first + apart * len(place) + place[:, None] - place
-    seen = band.sees(distance) & (query_segments[:, :, None] == segment_ids[:, None, :])
+    distance = places.first + (i - j) * len(place) + place[:, None] - place
+    seen = band.sees(distance) & (places.of_queries[i][:, :, None] == places.of_keys[j][:, None, :])
     scores = query.shape[-1] ** -0.5 * _product("bgrtk,bgsk->bgrts", query, key)
     return jnp.where(seen[:, None, None], scores, LOWEST), seen[:, None, None]
 
 
-def _meets(band: Band, query_segments: Segments, segment_ids: Segments, first: Place) -> Bool[Array, "n m"]:
+def _meets(band: Band, places: Places) -> Bool[Array, "n m"]:
     """Which blocks may have a pair that is seen in any row: at the distances of the band, of one document."""
-    (low, high), (low_key, high_key) = ((x.min(-1), x.max(-1)) for x in (query_segments, segment_ids))
+    of_queries, of_keys, first = places
+    (low, high), (low_key, high_key) = ((x.min(-1), x.max(-1)) for x in (of_queries, of_keys))
     together = (low[:, None] <= high_key) & (low_key <= high[:, None])
-    return together.any(-1) & band.meets(len(low), len(low_key), segment_ids.shape[-1], first)
+    return together.any(-1) & band.meets(len(low), len(low_key), of_keys.shape[-1], first)
 
 
 def _bounds(meets: Bool[Array, "n m"], axis: int) -> tuple[Int[Array, "_"], Int[Array, "_"]]:

@@ -21,7 +21,6 @@ from aamoe_jax.mixers.attention import CausalAttention, attend_cached
 from aamoe_jax.mixers.base import Cache, Context, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, Ring, empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Number, Setting, blocks, key_value_cache, projections, rotated
-from aamoe_jax.mixers.fastest import fastest_attention
 from aamoe_jax.mixers.flash import BLOCK, LOWEST, Attended, Band, flash_attention, loop, merged
 from aamoe_jax.mixers.weighted_sum import WeightedSum
 from aamoe_jax.registry import register
@@ -96,6 +95,10 @@ class LocalAttention(RingAttention):
 
     weighted_sums = _weighted_sums("the last `window` tokens")
 
+    @property
+    def reach(self) -> int:
+        return self.sparse.window
+
     @staticmethod
     def costs(at: Setting) -> Costs:
         """Blocks of queries against those that their windows reach; a cache of one window."""
@@ -113,16 +116,6 @@ class LocalAttention(RingAttention):
 
     def _keeps(self, distance: Int[Array, "*#b"], position: Int[Array, "*#b"]) -> Bool[Array, "*#b"]:
         return distance < self.sparse.window
-
-    def _attend(
-        self,
-        query: Float[Array, "b q H k"],
-        key: Float[Array, "b S G k"],
-        value: Float[Array, "b S G k"],
-        context: Context,
-    ) -> Float[Array, "b q H k"]:
-        first, reach = context.attending_from, self.sparse.window
-        return fastest_attention(query, key, value, context.segment_ids, first=first, reach=reach)
 
 
 @register(

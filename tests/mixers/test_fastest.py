@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from aamoe_jax.mixers import fastest
-from aamoe_jax.mixers.fastest import fastest_attention, splash_attention
+from aamoe_jax.mixers.fastest import fastest_attention
 from aamoe_jax.mixers.flash import Attended, Band, flash_attention
+from aamoe_jax.mixers.splash import splash_attention
 from pallas_kernels import chips
 
 LENGTH, HEADS, GROUPS, SIZE = 256, 4, 2, 8
