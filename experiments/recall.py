@@ -92,7 +92,6 @@ ABLATIONS = {
     "key_convolution": Stack("convolution on keys alone", "#E7298A", ("AAMoEConfig.query_convolution = False",)),
     "no_bias": Stack("no bias", "#999999", ("AAMoEConfig.bias = 'none'",)),
     "uniform": Stack("uniform budgets", "#8DA0CB", ("BudgetConfig.importance = 'uniform'",)),
-    "no_warmup": Stack("no warm-up of budgets", "#B8860B", ("BudgetConfig.warmup_steps = 0",)),
     "all_pooled_keys": Stack("as many pooled keys as keys", "#4B0082", ("AAMoEConfig.pooled_keys = %chunk_size",)),
     "shares": Stack("half of each budget for experts", "#8B4513", ("BudgetConfig.expert_share = 0.5",)),
     "unbounded": Stack("unbounded budgets", "#A6761D", ("BudgetConfig.importance = 'learned'",)),

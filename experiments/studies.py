@@ -78,7 +78,6 @@ LEARNED = (
     "AAMoEConfig.router = 'learned'",
     *ONE_TOKEN,
     "BudgetConfig.importance = 'learned'",
-    "BudgetConfig.warmup_steps = 0",
 )
 """The router of the paper, which has queries and keys of its own."""
 SEPARATE = stack("aamoe", "BudgetConfig.importance = 'uniform'", "BudgetConfig.expert_share = 0.5")
@@ -180,9 +179,7 @@ STUDIES: Mapping[str, Study] = {
                 "AAMoEConfig.bias = 'none'",
                 "BudgetConfig.importance = 'uniform'",
                 "BudgetConfig.beta = 32.0",
-                "BudgetConfig.warmup_steps = 0",
             ),
-            "without warm-up": stack("aamoe", "BudgetConfig.warmup_steps = 0"),
             "uniform budgets": stack("aamoe", "BudgetConfig.importance = 'uniform'"),
             "unbounded budgets": stack("aamoe", "BudgetConfig.importance = 'learned'"),
         },

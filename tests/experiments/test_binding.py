@@ -284,7 +284,6 @@ class TestShipped:
             "AAMoEConfig.num_experts": (64, 61),
             "BudgetConfig.normalizer": ("prefix", "row"),
             "BudgetConfig.importance": ("bounded", "learned"),
-            "BudgetConfig.warmup_steps": (500, 0),
         }
 
     def test_baselines_differ_from_aamoe_in_mixer_and_width_alone(self):
