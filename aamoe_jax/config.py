@@ -45,6 +45,8 @@ RENAMED: Mapping[str, str] = {
 }
 """Fields that moved to the configs of the mixers that read them, by the names they had. Gin files may use those for one
 release, checkpoints always."""
+REMOVED: Mapping[str, frozenset[str]] = {"BudgetConfig": frozenset({"warmup_steps", "warmup_scale"})}
+"""Fields of training that are gone, by class. Checkpoints that name them load, for their models are the same."""
 
 
 class ConfigError(ValueError):
@@ -106,10 +108,6 @@ class BudgetConfig:
     """Price of an expert, where a chunk of context costs 1 (AA-39); at least 1, so that a budget bounds the pairs."""
     slack: int = 64
     """Pairs by which the running spend of a document's causal budgets may exceed beta * i (the cap, decision 23)."""
-    warmup_steps: int = 0
-    """The first so many steps of training have larger budgets; K_max stays as it is."""
-    warmup_scale: float = 4.0
-    """How many times as large those are."""
 
     def __post_init__(self) -> None:
         betas = self.beta if isinstance(self.beta, tuple) else (self.beta,)
@@ -123,19 +121,8 @@ class BudgetConfig:
             refuse(self, "expert_price", "must be a number of at least 1")
         if self.expert_share is not None and self.expert_price != 1:
             refuse(self, "expert_price", "must be 1 where experts have a share of their own (expert_share)")
-        for field in ("slack", "warmup_steps"):
-            if getattr(self, field) < 0:
-                refuse(self, field, "must be at least 0")
-        if not 1 <= self.warmup_scale < math.inf:
-            refuse(self, "warmup_scale", "must be a number of at least 1")
-
-    def at_step(self, step: int) -> BudgetConfig:
-        """The budgets that a step of training has, counted from 1."""
-        if step > self.warmup_steps:
-            return self
-        beta, scale = self.beta, self.warmup_scale
-        scaled = tuple(x * scale for x in beta) if isinstance(beta, tuple) else beta * scale
-        return dataclasses.replace(self, beta=scaled)
+        if self.slack < 0:
+            refuse(self, "slack", "must be at least 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -487,14 +474,6 @@ class ExperimentConfig:
                 f"must be a multiple of AAMoEConfig.chunk_size = {chunk_size}: documents start at chunk boundaries",
             )
 
-    def at_step(self, step: int) -> ExperimentConfig:
-        """What a step of training computes, counted from 1: itself, or with the budgets of the warm-up."""
-        aamoe = self.model.aamoe
-        if step > aamoe.budget.warmup_steps or not self.model.layers_of("aamoe"):
-            return self
-        model = dataclasses.replace(self.model, aamoe=dataclasses.replace(aamoe, budget=aamoe.budget.at_step(step)))
-        return dataclasses.replace(self, model=model)
-
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A JSON-ready nested dict of a config. Configs that mixers were registered with are under their names."""
@@ -517,6 +496,7 @@ def from_dict(cls: type, values: dict[str, Any]) -> Any:
       ConfigError: for a field that `cls` does not have, or a value that it refuses.
     """
     hints = typing.get_type_hints(cls)
+    values = {name: value for name, value in values.items() if name not in REMOVED.get(cls.__name__, ())}
     if cls is ModelConfig:
         values = _with_fields_of_mixers(values)
     unknown = sorted(set(values) - set(hints))

@@ -37,10 +37,9 @@ from aamoe_jax.config import ConfigError, ExperimentConfig, ModelConfig, to_dict
 from aamoe_jax.data import ensure_prepared
 from aamoe_jax.markdown import table
 from aamoe_jax.mixers.statistics import summarize
-from aamoe_jax.model import structure
 from aamoe_jax.training.optimizer import build_optimizer
-from aamoe_jax.training.state import initial_state, place
-from aamoe_jax.training.step import TrainStep, make_train_step
+from aamoe_jax.training.state import abstract_state, initial_state, place
+from aamoe_jax.training.step import make_train_step
 from experiments.binding import load_experiment
 from experiments.matching import active_flops, parameters
 from experiments.program import command_line, publish, start
@@ -128,13 +127,10 @@ def run(config: ExperimentConfig, task: Task) -> Result:
         raise ConfigError(f"ModelConfig.vocab_size = {model.vocab_size}: these tasks need at least {VOCAB_SIZE}")
     placement = place(config)
     optimizer = build_optimizer(config.optimizer, training.steps)
+    graphdef, _ = abstract_state(model, optimizer, placement)
     state = initial_state(model, optimizer, training.seed, placement)
-
-    @functools.cache
-    def train_step(at: ExperimentConfig) -> TrainStep:
-        lengths = np.ones(model.vocab_size, np.int32)
-        return jax.jit(make_train_step(at, structure(at.model), optimizer, lengths, placement), donate_argnums=0)
-
+    step_function = make_train_step(config, graphdef, optimizer, np.ones(model.vocab_size, np.int32), placement)
+    step = jax.jit(step_function, donate_argnums=0)
     measure = functools.partial(Measure, functools.partial(_answers, model), model.aamoe.chunk_size)
     learn, held_out = (generator(task, config.data, split) for split in ("train", "validation"))
     random = np.random.default_rng(training.seed)
@@ -142,7 +138,7 @@ def run(config: ExperimentConfig, task: Task) -> Result:
     fixed = [rows(held_out, np.random.default_rng([EVALUATION_SEED, i])) for i in range(training.eval_batches)]
     curve, solved, start = [], None, time.monotonic()
     for number in range(1, training.steps + 1):
-        state, metrics = train_step(config.at_step(number))(state, placement.put(rows(learn, random).batch()))
+        state, metrics = step(state, placement.put(rows(learn, random).batch()))
         if number % training.eval_every == 0 or number == training.steps:
             found = measure().over(state.params, fixed)
             curve.append({"step": number, "loss": float(metrics["nll"] / metrics["count"]), **found.summary()})

@@ -146,6 +146,10 @@ class TestDict:
         )
         assert from_dict(ExperimentConfig, json.loads(json.dumps(to_dict(config)))) == config
 
+    def test_fields_that_are_gone_are_passed_over(self):
+        values = to_dict(BudgetConfig(beta=3.0)) | {"warmup_steps": 500, "warmup_scale": 4.0}
+        assert from_dict(BudgetConfig, values) == BudgetConfig(beta=3.0)
+
     def test_fields_that_have_moved_are_found(self):
         """As a checkpoint has them that was written before they moved."""
         values = {

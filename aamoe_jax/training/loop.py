@@ -22,7 +22,6 @@ from aamoe_jax.cost import parameter_count
 from aamoe_jax.data import dataset_metadata, ensure_prepared, iterate, load_tokenizer, training_batches
 from aamoe_jax.data.batches import Batch
 from aamoe_jax.files import write_whole
-from aamoe_jax.model import structure
 from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import FOLDER, CheckpointStore, Meta, Snapshot, unanimous
 from aamoe_jax.training.device_check import Speed, speeds, step_twice, stragglers
@@ -67,8 +66,7 @@ class Run:
     datasets: dict[str, Any]
     placement: Placement
     batches: Iterator[Batch]
-    train_step: Callable[[int], TrainStep]
-    """Of the step with a number, compiled."""
+    train_step: TrainStep
     validate: Callable[[dict[str, Any], int], tuple[list[Record], float]]
     store: CheckpointStore
     local: LocalTier
@@ -137,15 +135,16 @@ def train(
         attempts.begin(start)
         progress = stack.enter_context(Progress(start, training.steps))
         progress.say(_opening(config, setup.like, start))
-        train_step = functools.cache(functools.partial(compile_step, setup, progress))
         with stopwatch.during("compile"):
-            interrupt.before_steps(lambda: train_step(config.at_step(start + 1)))
+            train_step = interrupt.before_steps(
+                lambda: compile_step(setup.step, setup.like, config, setup.placement, progress)
+            )
         run = Run(
             config=config,
             datasets=setup.datasets,
             placement=setup.placement,
             batches=iterate(setup.batches, start),
-            train_step=lambda step: train_step(config.at_step(step)),
+            train_step=train_step,
             validate=setup.validate,
             store=store,
             local=local,
@@ -173,8 +172,7 @@ class Setup(NamedTuple):
     """The state as shapes with shardings."""
     begin: Callable[[], TrainState]
     """The state at step 0."""
-    step: Callable[[ExperimentConfig], TrainStep]
-    """Of the experiment as it is at a step."""
+    step: TrainStep
     batches: Sequence[Batch]
     validate: Validation
 
@@ -195,7 +193,7 @@ def set_up(config: ExperimentConfig, stopwatch: Stopwatch) -> Setup:
         placement,
         like,
         functools.partial(initial_state, config.model, optimizer, training.seed, placement),
-        lambda at: make_train_step(at, structure(at.model), optimizer, byte_lengths, placement),
+        make_train_step(config, graphdef, optimizer, byte_lengths, placement),
         training_batches(
             config.data, batch_size=training.batch_size, seed=training.seed, shard_index=index, shard_count=count
         ),
@@ -223,8 +221,6 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
         running = start < training.steps and sync.allows(start + 1)
         while running:
             step += 1
-            with run.stopwatch.during("compile"):
-                train_step = run.train_step(step)  # compiled already, but for the first one after the budgets' warm-up
             with run.watchdog.step(step):
                 with run.stopwatch.during("data"):
                     batch = next(run.batches)
@@ -232,9 +228,9 @@ def run_steps(run: Run, state: TrainState, start: int) -> Result:
                 with jax.transfer_guard("disallow"):
                     device_batch = run.placement.put(batch, training.batch_size)
                     if checks := _due(step, training.check_every, training.steps):
-                        state, metrics = step_twice(train_step, state, device_batch)
+                        state, metrics = step_twice(run.train_step, state, device_batch)
                     else:
-                        state, metrics = train_step(state, device_batch)
+                        state, metrics = run.train_step(state, device_batch)
                 recorder.receive(step, metrics)  # reads those of step n - 1, while the device computes step n
                 run.profiler.after(step, metrics)
                 run.store.poll()
@@ -342,10 +338,12 @@ class Recorder:
         )
 
 
-def compile_step(setup: Setup, progress: Progress, config: ExperimentConfig) -> TrainStep:
+def compile_step(
+    step: TrainStep, like: TrainState, config: ExperimentConfig, placement: Placement, progress: Progress
+) -> TrainStep:
     """The step as one executable. It takes these shapes and no others, so it cannot be compiled again by accident."""
     start = time.perf_counter()
-    compiled = lower_step(setup.step(config), setup.like, config, setup.placement).compile()
+    compiled = lower_step(step, like, config, placement).compile()
     distributed.wait_for_all("compiled")  # the first collective has less patience with slow compilers (Gloo: 30 s)
     progress.say(f"compiled in {time.perf_counter() - start:.1f} s")
     progress.restart_clock()

@@ -80,7 +80,7 @@ def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interru
             datasets={},
             placement=place(config),
             batches=iter([random_batch(step) for step in range(config.training.steps)]),
-            train_step=lambda step: train_step,
+            train_step=train_step,
             validate=validate,
             store=store,
             local=LocalTier(None, run_dir),
