@@ -5,7 +5,7 @@ has given. The custom derivative of the whole, scales and casts are here.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ class LocalWindow(NamedTuple):
 XLA_WINDOW = LocalWindow(window_attention, window_gradients)
 
 
+@runtime_checkable
 class Path(Protocol):
     """One way to compute the routed pairs: a frozen tuple of static numbers."""
 
