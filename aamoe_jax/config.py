@@ -75,6 +75,11 @@ def shown(value: Any) -> str:
         return "a number of thousands of digits"
 
 
+def first_line(error: object) -> str:
+    """What a message can quote of an error."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 def require_positive(owner: Any, *fields: str) -> None:
     """Refuses fields that are not above 0 and finite."""
     for field in fields:

@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from aamoe_jax.config import ConfigError
+from aamoe_jax.config import ConfigError, first_line
 
 LONGEST = 600
 """Characters of an error that are shown."""
@@ -53,8 +53,9 @@ def run(main: Callable[[list[str]], Any]) -> None:
         except Exception as error:
             if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
                 raise
-            first = (str(error).splitlines() or ["MemoryError"])[0]
-            print(f"error: out of memory ({shorten(first)}): fewer or shorter rows need less", file=sys.stderr)
+            print(
+                f"error: out of memory ({shorten(first_line(error))}): fewer or shorter rows need less", file=sys.stderr
+            )
             return 1
 
     app.run(guarded, flags_parser=_parse_flags)

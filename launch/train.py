@@ -31,7 +31,7 @@ from pathlib import Path
 
 from absl import flags
 
-from aamoe_jax.config import ConfigError, ExperimentConfig
+from aamoe_jax.config import ConfigError, ExperimentConfig, first_line
 from aamoe_jax.files import SaveError
 from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import InUseError, UnreadableCheckpointError
@@ -113,7 +113,7 @@ def unexpected(error: Exception) -> int:
     """Says what is known of an error that is not of the config; returns the exit code."""
     if "RESOURCE_EXHAUSTED" in str(error):
         print(
-            f"error: {distributed.this_process()}out of memory ({str(error).splitlines()[0][:300]}): lower "
+            f"error: {distributed.this_process()}out of memory ({first_line(error)}): lower "
             "TrainingConfig.batch_size, raise TrainingConfig.accumulate, or spread the model over more devices "
             "(MeshConfig.fsdp)",
             file=sys.stderr,

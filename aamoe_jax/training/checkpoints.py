@@ -40,7 +40,7 @@ import orbax.checkpoint as ocp
 from flax import serialization
 from jaxtyping import Array, Shaped, UInt32
 
-from aamoe_jax.config import ConfigError, ExperimentConfig, from_dict, to_dict
+from aamoe_jax.config import ConfigError, ExperimentConfig, first_line, from_dict, to_dict
 from aamoe_jax.extensions import import_again, imported
 from aamoe_jax.files import SaveError
 from aamoe_jax.training import distributed
@@ -307,7 +307,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             self._remove_unfinished()
         steps = self.steps()
         last = f"the newest complete one is of step {steps[-1]}" if steps else "there is no earlier one"
-        reason = _first_line(error)
+        reason = first_line(error)
         return SaveError(f"the checkpoint of step {step} could not be written to {self.folder}: {reason}; {last}")
 
 
@@ -464,7 +464,7 @@ def read_with_retries(path: Path, read: Callable[[], Read]) -> Read:
         if pause is not None:
             time.sleep(pause)
     raise UnreadableCheckpointError(
-        f"checkpoint {path.parent} could not be read ({_first_line(failure)}), {len(RETRY_AFTER) + 1} times; it may be "
+        f"checkpoint {path.parent} could not be read ({first_line(failure)}), {len(RETRY_AFTER) + 1} times; it may be "
         "intact, and nothing was changed: free memory or look after the storage, then run the same command again"
     )
 
@@ -504,11 +504,7 @@ def _require_same(directory: Path, item: str, saved: Any, like: Any) -> None:
 def _corrupt(directory: Path, reason: object) -> CorruptCheckpointError:
     others = [step for step in saved_steps(directory.parent) if str(step) != directory.name]
     advice = f"there are also those of steps {', '.join(map(str, others))}" if others else "there is no other"
-    return CorruptCheckpointError(f"checkpoint {directory} is damaged ({_first_line(reason)}); {advice}")
-
-
-def _first_line(reason: object) -> str:
-    return (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
+    return CorruptCheckpointError(f"checkpoint {directory} is damaged ({first_line(reason)}); {advice}")
 
 
 def _digest(meta: Meta) -> int:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import jax
 from jax._src import distributed as jax_distributed  # the client has no public name; Orbax takes it from here too
 
-from aamoe_jax.config import ConfigError
+from aamoe_jax.config import ConfigError, first_line
 
 AUTO = "auto"
 EXIT_LOST = 5
@@ -91,6 +91,12 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def warn(text: str) -> None:
+    """Says once for all processes what each of them has found."""
+    if is_first():
+        print(f"warning: {text}", file=sys.stderr)
+
+
 def this_process() -> str:
     """`process 2 of 4: ` at the head of an error, nothing in a run of one process."""
     return f"process {jax.process_index()} of {jax.process_count()}: " if jax.process_count() > 1 else ""
@@ -148,8 +154,7 @@ def is_loss(error: BaseException) -> bool:
 
 def end_lost(error: BaseException) -> NoReturn:
     """Ends this process, to which an error told that another one is gone."""
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-    end(f"{_LOST} ({first_line})")
+    end(f"{_LOST} ({first_line(error)})")
 
 
 def end(reason: str) -> NoReturn:

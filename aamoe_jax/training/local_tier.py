@@ -31,7 +31,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
-from aamoe_jax.config import ConfigError
+from aamoe_jax.config import ConfigError, first_line
 from aamoe_jax.files import write_whole
 from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import (
@@ -93,7 +93,7 @@ class LocalTier(contextlib.AbstractContextManager["LocalTier"]):
         here, leaves = _parts_seen(self._root), _leaves(like)
         count = jax.process_count()
         wanted = [_names(leaves, process) for process in range(count)]
-        can = {step: [p for p, names in enumerate(wanted) if names <= parts.keys()] for step, parts in here.items()}
+        can = {step: [p for p, names in enumerate(wanted) if names <= parts] for step, parts in here.items()}
         answers = [json.loads(text) for text in distributed.gather(distributed.unique("local"), json.dumps(can))]
         found = sorted({int(step) for answer in answers for step in answer})
         self._supplies = {step: [set(answer.get(str(step), ())) for answer in answers] for step in found}
@@ -103,7 +103,7 @@ class LocalTier(contextlib.AbstractContextManager["LocalTier"]):
             if all(process in by[process] or process in by[(process + 1) % count] for process in range(count))
         ]
         if found and found[-1] not in whole[-1:]:
-            _warn(
+            distributed.warn(
                 f"parts of the local checkpoint of step {found[-1]} are missing: machines were lost together with the "
                 "copies of what they had, or the mesh is another"
             )
@@ -213,8 +213,7 @@ class LocalTier(contextlib.AbstractContextManager["LocalTier"]):
         writing, self._writing = self._writing, None
         error = None if writing is None or not writing.done() else writing.exception()
         if error is not None:
-            text = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            print(f"warning: no local checkpoint could be written to {self._own}: {text}", file=sys.stderr)
+            print(f"warning: no local checkpoint could be written to {self._own}: {first_line(error)}", file=sys.stderr)
 
     def _read_meta(self, step: int) -> Meta:
         assert self._root is not None
@@ -263,20 +262,17 @@ def _folders(root: Path) -> list[Path]:
     return [path for path in root.glob("*") if path.is_dir()]
 
 
-def _parts_seen(root: Path) -> dict[int, dict[str, Path]]:
-    """By step, the parts that are here, by name."""
-    seen: dict[int, dict[str, Path]] = {}
+def _parts_seen(root: Path) -> dict[int, set[str]]:
+    """By step, the names of the parts that are here."""
+    seen: dict[int, set[str]] = {}
     with contextlib.suppress(OSError):
         found = [(step, folder) for folder in _folders(root) for step in saved_steps(folder)]
         for step, folder in found:
-            with contextlib.suppress(OSError, EOFError, ValueError, zipfile.BadZipFile):
-                seen.setdefault(step, {}).update(dict.fromkeys(_part_names(folder / str(step)), folder))
+            names = seen.setdefault(step, set())
+            damaged = contextlib.suppress(OSError, EOFError, ValueError, zipfile.BadZipFile)
+            with damaged, np.load(folder / str(step) / PARTS) as parts:
+                names.update(parts)
     return seen
-
-
-def _part_names(directory: Path) -> list[str]:
-    with np.load(directory / PARTS) as parts:
-        return list(parts)
 
 
 def _read_parts(directory: Path, wanted: set[str]) -> dict[str, np.ndarray]:
@@ -373,8 +369,3 @@ def _returned(own: Leaves, copies: Leaves, complete: Sequence[bool]) -> Leaves:
         choose, mesh=mesh, in_specs=(everywhere.spec, specs, specs), out_specs=specs, check_vma=False
     )
     return jax.jit(chosen)(has_own, own, {path: _moved(leaf, -1) for path, leaf in copies.items()})
-
-
-def _warn(text: str) -> None:
-    if distributed.is_first():
-        print(f"warning: {text}", file=sys.stderr)

@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,10 +118,12 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
             with (run_dir / DAMAGED).open("ab") as file:
                 file.writelines(line.rstrip(b"\n") + b"\n" for line in damaged.values())
             numbers = ", ".join(map(str, list(damaged)[:5])) + (", ..." if len(damaged) > 5 else "")
-            _warn(f"{self._path}: {len(damaged)} lines cannot be read (line {numbers}); moved to {DAMAGED}")
+            distributed.warn(f"{self._path}: {len(damaged)} lines cannot be read (line {numbers}); moved to {DAMAGED}")
         kept = [record for record in records if record["step"] <= resume_step]
         if expected is not None and len(kept) < expected:
-            _warn(f"{self._path}: {expected - len(kept)} of {expected} records up to step {resume_step} are missing")
+            distributed.warn(
+                f"{self._path}: {expected - len(kept)} of {expected} records up to step {resume_step} are missing"
+            )
         self.count = max(len(kept), expected or 0)
         write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = self._path.open("ab", buffering=0)
@@ -196,7 +197,3 @@ def _scalars(record: Record) -> Iterator[tuple[str, float]]:
             yield from ((f"{key}/{layer}", x) for key, values in value.items() for layer, x in enumerate(values))
         elif name not in ("kind", "dataset", "step"):
             yield name, value
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr)

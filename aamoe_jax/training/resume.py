@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +71,14 @@ def restore_newest(
             state = tier.restore(step, like, meta)
         except (CorruptCheckpointError, UnreadableCheckpointError) as error:
             if tier is local:
-                _warn(str(error))
+                distributed.warn(str(error))
             elif isinstance(error, CorruptCheckpointError):
                 damaged.append((step, error))
             else:
                 raise
             continue
         for number, complaint in damaged:
-            _warn(f"{complaint}; moved to {store.set_aside(number)}")
+            distributed.warn(f"{complaint}; moved to {store.set_aside(number)}")
         _warn_of_versions(meta)
         return state, meta
     if damaged:
@@ -154,12 +153,7 @@ def _warn_of_versions(meta: Meta) -> None:
     now = library_versions()
     changed = [f"{name} {old} -> {now[name]}" for name, old in meta["versions"].items() if old != now.get(name)]
     if changed:
-        _warn(
+        distributed.warn(
             f"libraries changed since the checkpoint ({', '.join(changed)}): the run goes on, but not necessarily to "
             "the same bits"
         )
-
-
-def _warn(text: str) -> None:
-    if distributed.is_first():
-        print(f"warning: {text}", file=sys.stderr)
