@@ -1,7 +1,8 @@
 """How the tests compile: quickly, since to compile small programs is most of what they do.
 
 XLA's optimiser and the fusions that it emits through MLIR are left out: a third of the time, the same operations. A
-test of the optimised program itself, of its memory or its bits, compiles it `AS_USERS_DO`.
+test of the optimised program itself, of its memory or its bits, compiles it `AS_USERS_DO`. What one test has compiled,
+another one, or a program that it starts, does not compile again (`conftest.py`).
 """
 
 import importlib.metadata

@@ -1,11 +1,18 @@
 """Runs before any test module: the device, quick compilation, and shape checks of every annotated function."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 from tests import compiling
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = compiling.flags(os.environ.get("XLA_FLAGS", ""))
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers, and the programs that tests start, have it from here
+    compiled = tempfile.mkdtemp(prefix="compiled-")
+    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": compiled, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 # grain reads absl flags before a test could parse them (google/grain#1360).
 from absl import flags
 from jaxtyping import install_import_hook
