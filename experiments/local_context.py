@@ -28,7 +28,7 @@ from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.data import ensure_prepared
 from aamoe_jax.evaluation.perplexity import Evaluation
 from experiments.program import command_line, plain_table, publish, start
-from experiments.runs import Result, exit_code, seeds_of
+from experiments.runs import Result, comparison, seeds_of
 from experiments.studies import Study, Variant, conduct, configs
 
 FLAGS = flags.FLAGS
@@ -156,7 +156,8 @@ def _draw_positions(axes: Axes, results: Results) -> None:
     axes.set(title="Loss by position in the chunk", xlabel="position in the chunk", ylabel="nats per token")
 
 
-def compare() -> None:
+@comparison
+def main() -> None:
     """Makes the comparison that the flags describe."""
     seeds = seeds_of(FLAGS.seeds)
     study = Study(TITLE, {mode: VARIANTS[mode] for mode in FLAGS.local}, ())
@@ -171,11 +172,6 @@ def write(results: Results, output: Path, command: str) -> None:
     record = {"command": command, "results": [result for runs in results.values() for result in runs]}
     publish(record, report(results, command, f"{output.name}.png"), f"{output}.json")
     draw(results, f"{output}.png")
-
-
-def main() -> int:
-    """Makes the comparison, and says how it ended."""
-    return exit_code(compare)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from aamoe_jax.training.step import make_train_step
 from experiments.binding import load_experiment
 from experiments.matching import active_flops, parameters
 from experiments.program import command_line, publish, start
-from experiments.runs import Result, exit_code, keep, seeds_of, with_training
+from experiments.runs import Result, comparison, keep, seeds_of, with_training
 from experiments.studies import LEARNED, ONE_TOKEN, STANDARD
 from experiments.tasks import TASKS, VOCAB_SIZE, Examples, Task, examples, generator
 
@@ -355,7 +355,8 @@ def _draw_task(left: Axes, right: Axes, task: str, results: Sequence[Result]) ->
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
-def compare() -> None:
+@comparison
+def main() -> None:
     """Makes the comparison that the flags describe."""
     seeds = seeds_of(FLAGS.seeds)
     params = {name: [*FLAGS.gin_param, *ALL_STACKS[name].bindings] for name in FLAGS.stack}
@@ -370,11 +371,6 @@ def compare() -> None:
     record = {"command": command, "results": results}
     publish(record, report(results, command), f"{FLAGS.output}.json", indent=None)
     draw(results, f"{FLAGS.output}.png")
-
-
-def main() -> int:
-    """Makes the comparison, and says how it ended."""
-    return exit_code(compare)
 
 
 if __name__ == "__main__":

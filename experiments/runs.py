@@ -6,6 +6,7 @@ A run lies in a folder of its own and goes on from its last checkpoint; one that
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import signal
 import statistics
@@ -48,17 +49,22 @@ class StoppedError(RuntimeError):
         self.exit_code = 128 + signal_number
 
 
-def exit_code(comparison: Callable[[], None]) -> int:
-    """What a program that makes a comparison ends with; what stopped it is said in one line."""
-    try:
-        comparison()
-    except DivergedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    except StoppedError as error:
-        print(error)
-        return error.exit_code
-    return 0
+def comparison(compare: Callable[[], None]) -> Callable[[], int]:
+    """A program that makes a comparison: what stopped it is said in one line, and is its exit code."""
+
+    @functools.wraps(compare)
+    def main() -> int:
+        try:
+            compare()
+        except DivergedError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 3
+        except StoppedError as error:
+            print(error)
+            return error.exit_code
+        return 0
+
+    return main
 
 
 def seeds_of(values: Sequence[str]) -> list[int]:

@@ -29,7 +29,7 @@ from aamoe_jax.model import Skipped
 from experiments.binding import load_experiment
 from experiments.matching import TOLERANCE, active_flops, match, parameters
 from experiments.program import command_line, publish, start
-from experiments.runs import More, Result, exit_code, require_one_dataset, run, seeds_of, with_training
+from experiments.runs import More, Result, comparison, require_one_dataset, run, seeds_of, with_training
 
 FLAGS = flags.FLAGS
 
@@ -408,7 +408,8 @@ def _by_layer(runs: Sequence[Sequence[float | None]], form: str) -> str:
     return " ".join("-" if None in layer else format(statistics.mean(layer), form) for layer in layers)
 
 
-def compare() -> None:
+@comparison
+def main() -> None:
     """Makes the comparison that the flags describe."""
     seeds, work_dir = seeds_of(FLAGS.seeds), Path(FLAGS.work_dir) / FLAGS.study
     study = part_of(STUDIES[FLAGS.study], FLAGS.variant)
@@ -418,11 +419,6 @@ def compare() -> None:
     command = command_line("experiments.studies")
     text = report(study, experiments, results, command)
     publish({"command": command, "results": results}, text, f"{FLAGS.output}.json", indent=None)
-
-
-def main() -> int:
-    """Makes the comparison, and says how it ended."""
-    return exit_code(compare)
 
 
 if __name__ == "__main__":
