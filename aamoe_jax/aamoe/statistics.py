@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.aamoe.allocation import Allocation, Allocator, Candidates
 from aamoe_jax.aamoe.budget import Budget, floor_causal_budgets, predictor_loss
+from aamoe_jax.aamoe.correlations import budget_figures
 from aamoe_jax.aamoe.parallel import Attended
 from aamoe_jax.aamoe.router import Heads
 from aamoe_jax.mixers.base import Context, Statistics
@@ -108,7 +109,8 @@ def summarize(statistics: Statistics) -> dict[str, Any]:
     Shares are of pairs and of the attention that resources get (a null slot's is left out); `utilisation` is pairs
     over B; `overflow` what was dropped at `MeshConfig.pair_bound`, over all pairs; `expert_entropy` is that of the
     expert load over its maximum log E (1: all experts equally used); `dead_experts` the share of experts that nobody
-    chose; `predictor_affords` one list per layer, its k-th figure the accuracy of [B_i >= k].
+    chose; `predictor_affords` one list per layer, its k-th figure the accuracy of [B_i >= k]; `budget_loss`,
+    `budget_surprisal` and `budget_entropy` the correlations of budgets with these, where a pass measured them.
     """
     s = {name: np.asarray(value, np.float64) for name, value in statistics.items()}
     tokens = np.maximum(s["tokens"], 1)
@@ -134,4 +136,5 @@ def summarize(statistics: Statistics) -> dict[str, Any]:
         result["predictor_error"] = s["predictor_error"] / tokens
         result["predictor_total"] = s["predictor_total"] / np.maximum(s["capacity"], 1)
         result["predictor_affords"] = s["predictor_affords"] / tokens[..., None]
-    return {name: value.tolist() for name, value in result.items()}
+    figures = {name: value.tolist() for name, value in result.items()}
+    return figures | (budget_figures(s["budget_moments"]) if "budget_moments" in s else {})

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax import cost
+from aamoe_jax.aamoe.correlations import beside_loss
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.evaluation.causality import Causality, default_cuts, probe
 from aamoe_jax.mixers.base import BudgetMode, Statistics
@@ -154,11 +155,11 @@ class Evaluator:
         """
         self._config, self._budget, self._max_scale, self._placement = config, budget, max_budget_scale, placement
         shards = WHOLE if placement is None else placement.shards
-        options: dict[str, Any] = {"budget": budget, "max_budget_scale": max_budget_scale, "shards": shards}
+        options: dict[str, Any] = {"budget": budget, "max_budget_scale": max_budget_scale, "detail": "tokens"}
 
         def forward(params: dict[str, Any], batch: Arrays, scale: Float[Array, ""]) -> tuple[Array, Statistics]:
             inputs = (batch[name] for name in ("tokens", "segment_ids", "positions"))
-            return merge(graphdef, params)(*inputs, budget_scale=scale, **options)
+            return merge(graphdef, params)(*inputs, budget_scale=scale, shards=shards, **options)
 
         def logits(*inputs: Any) -> Float[Array, "b n V"]:
             return forward(*inputs)[0]
@@ -166,6 +167,7 @@ class Evaluator:
         def losses(params: dict[str, Any], batch: Arrays, scale: Float[Array, ""]) -> tuple[Array, Statistics]:
             """-log p of every target, 0 where it does not count; of the rows and devices of a mesh together."""
             logits, statistics = forward(params, batch, scale)
+            statistics = beside_loss(statistics, logits, batch, shards)
             targets, counts = (shards.part(batch[name], TOKENS) for name in ("targets", "loss_mask"))
             nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets) * counts
             if placement is not None:

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int
 
+from aamoe_jax.aamoe.correlations import budget_figures
 from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.data import evaluation_batches
 from aamoe_jax.data.batches import Batch
@@ -64,15 +65,19 @@ class Validation:
         for name, batches in self._batches.items():
             causal, *row = (self._sums(params, batches, eval_step) for eval_step in self._compiled)
             records.append({"kind": "validation", "step": step, "dataset": name, **loss_fields(causal)})
+            if "budget_moments" in causal:
+                records[-1]["layers"] = budget_figures(causal["budget_moments"])
             if row:
                 records[-1]["loss_row"] = loss_fields(row[0])["loss"]
         return records, float(np.average([record["loss"] for record in records], weights=self._weights))
 
-    def _sums(self, params: dict[str, Any], batches: Sequence[Batch], eval_step: Any) -> dict[str, float]:
-        total = {"nll": 0.0, "count": 0, "bytes": 0}
+    def _sums(self, params: dict[str, Any], batches: Sequence[Batch], eval_step: Any) -> dict[str, Any]:
+        total: dict[str, Any] = {}
         for batch in itertools.islice(batches, self._count):
             with jax.transfer_guard("disallow"):
                 sums = eval_step(params, self._placement.put(batch, self._rows))
             sums = jax.device_get(sums)
-            total = {key: value + sums[key].item() for key, value in total.items()}
+            sums |= {name: x for name, x in sums.pop("statistics").items() if name == "budget_moments"}
+            # In float64: float32 sums of a long validation would lose what is small beside them.
+            total = {name: np.asarray(x, np.float64) + total.get(name, 0) for name, x in sums.items()}
         return total

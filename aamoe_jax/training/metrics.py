@@ -194,6 +194,7 @@ def read_lines(run_dir: Path) -> tuple[list[Record], dict[int, bytes]]:
 def _scalars(record: Record) -> Iterator[tuple[str, float]]:
     for name, value in record.items():
         if isinstance(value, dict):
-            yield from ((f"{key}/{layer}", x) for key, values in value.items() for layer, x in enumerate(values))
+            figures = ((f"{key}/{layer}", x) for key, values in value.items() for layer, x in enumerate(values))
+            yield from (figure for figure in figures if figure[1] is not None)
         elif name not in ("kind", "dataset", "step"):
             yield name, value

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from aamoe_jax.aamoe.correlations import beside_loss
 from aamoe_jax.config import ExperimentConfig
 from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.mixers.statistics import combine, over_all_devices
@@ -95,7 +96,7 @@ def make_eval_step(
 
     def eval_step(params: dict[str, Any], batch: Batch) -> Metrics:
         totals = batch_totals(batch, shards, byte_lengths)
-        _, sums = loss_fn(params, batch, graphdef, shards, totals, budget=budget)
+        _, sums = loss_fn(params, batch, graphdef, shards, totals, budget=budget, detail="tokens")
         return sums | {"count": totals["count"], "bytes": totals["bytes"]}
 
     return over_mesh(eval_step, placement, PartitionSpec())
@@ -149,15 +150,19 @@ def loss_fn(
     *,
     weights: Weights | None = None,
     budget: BudgetMode | None = None,
+    detail: Literal["sums", "tokens"] = "sums",
 ) -> tuple[Float[Array, ""], Metrics]:
     """The loss of some rows, and the sums that it is made of: `nll`, -log p of the targets in nats, and `statistics`.
 
     Args:
       totals: of the whole batch that the rows are of.
       weights: of the losses that layers add; None: they are left out.
+      detail: `tokens` adds how budgets go with losses to the statistics (AA-25).
     """
-    model = merge(graphdef, params)
-    logits, statistics = model(batch["tokens"], batch["segment_ids"], batch["positions"], budget=budget, shards=shards)
+    inputs = (batch[name] for name in ("tokens", "segment_ids", "positions"))
+    logits, statistics = merge(graphdef, params)(*inputs, budget=budget, detail=detail, shards=shards)
+    if detail == "tokens":
+        statistics = beside_loss(statistics, logits, batch, shards)
     targets, counts = (shards.part(batch[name], TOKENS) for name in ("targets", "loss_mask"))
     nll = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
     nll, statistics = all_reduce(jnp.sum(nll * counts)), over_all_devices(statistics)

@@ -170,6 +170,8 @@ def test_over_a_mesh_the_figures_are_those_of_one_device(outcomes):
         assert mesh[name] == pytest.approx(one[name], rel=1e-5), name
     assert mesh["nll_by_position"] == pytest.approx(one["nll_by_position"], abs=2e-5)
     assert mesh["causality"]["largest"] == 0
+    for name in ("budget_loss", "budget_surprisal", "budget_entropy"):
+        assert mesh["statistics"][name] == pytest.approx(one["statistics"][name], abs=1e-4), name
 
 
 def test_a_model_without_budgets_has_none_in_its_table(outcomes):
