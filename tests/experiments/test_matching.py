@@ -32,6 +32,11 @@ class TestAA32:
         assert parameters(found.config) == pytest.approx(parameters(AAMOE), rel=0.01)
         assert rebound(experiment(name), {field: found.value}) == found.config
 
+    def test_what_was_far_from_the_reference_meets_it(self):
+        assert parameters(WIDE) > 2 * parameters(AAMOE)
+        found = match(AAMOE, WIDE, "ModelConfig.d_ff", "parameters")
+        assert parameters(found.config) == pytest.approx(parameters(AAMOE), rel=0.01)
+
     @pytest.mark.parametrize(
         ("field", "other"),
         [
