@@ -10,12 +10,7 @@ import pytest
 from aamoe_jax.config import BudgetConfig, ConfigError
 from experiments.binding import bindable_fields, load_experiment
 from launch.config import diff, field_docs, show
-
-
-def program(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m launch.config ARGUMENTS` as a user would run it."""
-    command = [sys.executable, "-m", "launch.config", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+from tests.launch import session
 
 
 class TestShow:
@@ -58,37 +53,42 @@ class TestDiff:
         assert diff(["dense.gin", "dense.gin"]).endswith(": 0 of " + f"{len(bindable_fields())} fields differ")
 
 
+CALLS = {
+    "resolve": ("--gin_file=quickstart.gin", "--gin_param=BudgetConfig.beta = 8.0", "--gin_param=ModelConfig.d_ff=9"),
+    "error": ("--gin_param=ModelConfig.d_modle = 3",),
+    "misspelt": ("--gin_fil=aamoe.gin",),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, session.Outcome]:
+    """Of `resolve` with the flags above, and of a command that there is not."""
+    calls = [("resolve", *arguments) for arguments in CALLS.values()]
+    return dict(zip([*CALLS, "unknown"], session.calls("config", [*calls, ("explain",)]), strict=True))
+
+
 class TestProgram:
-    def test_resolve_prints_text_that_loads_to_the_same_config(self):
-        arguments = [
-            "--gin_file=quickstart.gin",
-            "--gin_param=BudgetConfig.beta = 8.0",
-            "--gin_param=ModelConfig.d_ff=9",
-        ]
-        result = program("resolve", *arguments)
-        assert result.returncode == 0, result.stderr
+    def test_resolve_prints_text_that_loads_to_the_same_config(self, outcomes):
+        result = outcomes["resolve"]
+        assert result.code == 0, result.stderr
         expected = load_experiment(["quickstart.gin"], ["BudgetConfig.beta = 8.0", "ModelConfig.d_ff = 9"])
         assert load_experiment([], [result.stdout]) == expected
 
-    def test_a_config_error_is_one_line_and_exit_code_1(self):
-        result = program("resolve", "--gin_param=ModelConfig.d_modle = 3")
-        assert result.returncode == 1
-        assert result.stdout == ""
+    def test_a_config_error_is_one_line_and_exit_code_1(self, outcomes):
         complaint = "ModelConfig has no field 'd_modle'; did you mean 'd_model'?"
-        assert result.stderr == f"error: --gin_param 'ModelConfig.d_modle = 3': {complaint}\n"
+        assert outcomes["error"] == (1, "", f"error: --gin_param 'ModelConfig.d_modle = 3': {complaint}\n")
 
-    def test_a_misspelt_flag_is_met_with_a_suggestion(self):
-        result = program("resolve", "--gin_fil=aamoe.gin")
-        assert result.returncode == 1
-        assert "Did you mean: gin_file" in result.stderr
-        assert "Traceback" not in result.stderr
+    def test_a_misspelt_flag_is_met_with_a_suggestion(self, outcomes):
+        assert outcomes["misspelt"].code == 1
+        assert "Did you mean: gin_file" in outcomes["misspelt"].stderr
+        assert "Traceback" not in outcomes["misspelt"].stderr
 
     def test_help_says_what_there_is_to_do(self):
-        result = program("--help")
+        command = [sys.executable, "-m", "launch.config", "--help"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
         for word in ("show", "resolve", "diff", "--gin_file", "--gin_param"):
             assert word in result.stdout
 
-    def test_an_unknown_command(self):
-        result = program("explain")
-        assert result.returncode == 1
-        assert "the commands are: show [NAME...], resolve, diff A.gin [B.gin]" in result.stderr
+    def test_an_unknown_command(self, outcomes):
+        assert outcomes["unknown"].code == 1
+        assert "the commands are: show [NAME...], resolve, diff A.gin [B.gin]" in outcomes["unknown"].stderr

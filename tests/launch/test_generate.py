@@ -31,32 +31,41 @@ def generate(run: Path, *arguments: str, **options) -> subprocess.CompletedProce
     )
 
 
-def test_a_prompt_is_continued_alike_for_one_seed(runs):
-    arguments = (runs["row"], "--prompt=abc", "--tokens=5", "--top_k=20", "--top_p=0.9")
-    first, second = generate(*arguments), generate(*arguments)
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.startswith(b"abc")
-    assert first.stdout == second.stdout
+SAMPLED = ("--prompt=abc", "--tokens=5", "--top_k=20", "--top_p=0.9")
+LONG = ("--tokens=60", "--temperature=1", "--top_k=300")
 
 
-def test_prompts_of_different_lengths_and_bytes_that_are_no_text(runs, tmp_path):
+@pytest.fixture(scope="module")
+def done(runs, tmp_path_factory) -> dict[str, session.Outcome]:
+    """What was generated in one process, and what was refused."""
+    prompt = tmp_path_factory.mktemp("prompts") / "prompt"
+    prompt.write_bytes(b"\xff\xfe" + b"x" * 30)
+    several = ("--prompt=ab", f"--prompt_file={prompt}", "--tokens=4", "--temperature=0")
+    calls = {"sampled": ("row", *SAMPLED), "several": ("prefix", *several), "long": ("prefix", "--prompt=hello", *LONG)}
+    calls |= {" ".join(arguments): ("prefix", *arguments) for arguments in REFUSED}
+    arguments = [(f"--checkpoint={runs[run]}", *given) for run, *given in calls.values()]
+    return dict(zip(calls, session.calls("generate", arguments), strict=True))
+
+
+def test_a_prompt_is_continued_alike_for_one_seed(runs, done):
+    first, second = done["sampled"], generate(runs["row"], *SAMPLED)
+    assert first.code == 0, first.stderr
+    assert first.stdout.startswith("abc")
+    assert first.stdout.encode() == second.stdout
+
+
+def test_prompts_of_different_lengths_and_bytes_that_are_no_text(done):
     """A byte tokenizer continues anything; what is no UTF-8 is shown as replacement characters."""
-    (tmp_path / "prompt").write_bytes(b"\xff\xfe" + b"x" * 30)
-    done = generate(
-        runs["prefix"], "--prompt=ab", f"--prompt_file={tmp_path / 'prompt'}", "--tokens=4", "--temperature=0"
-    )
-    assert done.returncode == 0, done.stderr
-    first, second = done.stdout.decode().split("--- 2 of 2\n")
+    assert done["several"].code == 0, done["several"].stderr
+    first, second = done["several"].stdout.split("--- 2 of 2\n")
     assert first.startswith("--- 1 of 2\nab")
     assert second.startswith("��xxx")
 
 
-def test_standard_input_and_a_stop(runs):
-    arguments = ("--prompt_file=-", "--tokens=60", "--temperature=1", "--top_k=300")
-    whole = generate(runs["prefix"], *arguments, input=b"hello")
-    new = whole.stdout.removeprefix(b"hello")
+def test_standard_input_and_a_stop(runs, done):
+    new = done["long"].stdout.encode().removeprefix(b"hello")
     stop = next(bytes([byte]) for byte in new[5:] if 32 < byte < 127)  # the untrained model writes any bytes
-    stopped = generate(runs["prefix"], *arguments, b"--stop=" + stop, input=b"hello")
+    stopped = generate(runs["prefix"], "--prompt_file=-", *LONG, b"--stop=" + stop, input=b"hello")
     assert stopped.stdout == b"hello" + new[: new.index(stop) + 1] + b"\n"
 
 
@@ -75,17 +84,9 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def refusals(runs) -> dict[tuple[str, ...], session.Outcome]:
-    """The outcome of every call above."""
-    return dict(
-        zip(REFUSED, session.calls("generate", [(f"--checkpoint={runs['prefix']}", *x) for x in REFUSED]), strict=True)
-    )
-
-
 @pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
-def test_what_cannot_be_done_is_said_in_one_line(refusals, arguments):
-    refused = refusals[arguments]
+def test_what_cannot_be_done_is_said_in_one_line(done, arguments):
+    refused = done[" ".join(arguments)]
     assert (refused.code, refused.stdout) == (1, "")
     assert refused.stderr.startswith(f"error: {REFUSED[arguments]}")
     assert refused.stderr.count("\n") == 1
