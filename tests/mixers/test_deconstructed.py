@@ -20,6 +20,7 @@ from aamoe_jax.mixers.deconstructed import PRINCIPLES
 from aamoe_jax.mixers.fixed_maps import FixedQKConfig, fixed_tokens, noise_stream
 from aamoe_jax.mixers.recurrent import LEAST_MEAN, running, tally
 from aamoe_jax.mixers.statistics import combine
+from aamoe_jax.mixers.weighted_sum import largest_logit
 from aamoe_jax.model import merge, structure
 from tests.aamoe.helpers import M
 from tests.aamoe.helpers import model_config as small
@@ -311,6 +312,9 @@ class TestDEC12:
 
 
 class TestDEC19:
+    def test_what_is_not_seen_does_not_count(self):
+        assert largest_logit(jnp.array([1.0, -3.0, 9.0]), jnp.array([True, True, False])) == 3
+
     def test_the_largest_logit_of_every_layer_over_real_tokens(self):
         """One per layer, larger where queries are, and of micro-batches the larger one."""
         plain = dataclasses.replace(CONFIG, qk_norm="none", pattern=("non_approximate", "random_qk"), num_layers=4)
