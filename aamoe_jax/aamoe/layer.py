@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from aamoe_jax.aamoe import allocation, decode, statistics
 from aamoe_jax.aamoe.allocation import Allocation
-from aamoe_jax.aamoe.attend import attend, beside_null
+from aamoe_jax.aamoe.attend import attend, attention_map, beside_null
 from aamoe_jax.aamoe.budget import IMPORTANCE, BudgetPredictor, budget_of_rows
 from aamoe_jax.aamoe.costs import AAMoECosts
 from aamoe_jax.aamoe.pooled import PooledRouter
@@ -64,7 +64,16 @@ class AAMoELayer(AAMoECosts):
         output, steps = self.forward(h, context)
         guessed = context.budget == "row" and self.config.aamoe.budget.normalizer == "row"
         predicted = self.predictor(h, context.beta) if guessed else None
-        return output, statistics.of_layer(steps, context, predicted, self.allocator)
+        found = statistics.of_layer(steps, context, predicted, self.allocator)
+        if context.detail == "maps":
+            found["attention_map"] = self.attention_map(steps, context)
+        return output, found
+
+    def attention_map(self, steps: Steps, context: Context) -> Float[Array, "b H L L"]:
+        """What every token weighs every token by: see `attend.attention_map`."""
+        lse = steps.found.attention.lse
+        lse = lse if self.null_logit is None else jnp.logaddexp(lse, self.null_logit[...])
+        return attention_map(steps.heads, steps.allocation, lse, context, self.config)
 
     def allocate(self, h: Float[Array, "b n d"], context: Context) -> Allocation:
         """Which resources every token gets, and log P of each."""

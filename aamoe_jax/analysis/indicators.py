@@ -1,7 +1,7 @@
 """What an attention map looks like, in a few numbers (DEC-17; Xue, Moosavi, Aletras).
 
 Shapes: H heads, L tokens. A map has a row for every token and a column for every token that it weighs; rows add up to 1
-over the tokens up to their own.
+over the tokens up to their own, or to less where the rest goes to experts (AA-MoE) or to a memory (All-Attention).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ NEIGHBOURS = 4
 class Indicators(NamedTuple):
     """Of one map; means are over heads, and over the tokens that have such a weight."""
 
+    context: float
+    """Mean of the sum of a row: the share of attention that tokens get."""
     entropy: float
     """Mean of -sum_j A_ij log A_ij, in nats: log i for a token that weighs all i alike. NaN where a weight is negative.
     """
@@ -47,6 +49,7 @@ def indicators(attention: Float[np.ndarray, "H L L"]) -> Indicators:
     with np.errstate(invalid="ignore"):
         information = attention * np.log(np.where(attention == 0, 1, attention))
     return Indicators(
+        context=float(attention.sum(-1).mean()),
         entropy=float(-information.sum(-1).mean()),
         concentration=float(np.sqrt((attention**2).sum((-2, -1))).mean()),
         head_diversity=float(np.tril(attention.std(0)).sum() * 2 / (length * (1 + length))),
@@ -100,11 +103,13 @@ def mapped_blocks(config: ModelConfig) -> list[tuple[int, str]]:
 
 def table(found: list[MappedLayer]) -> str:
     """The indicators of every layer as text."""
-    head = f"{'layer':>5}  {'mixer':<18}  {'entropy':>8}  {'conc':>7}  {'headdiv':>8}  {'sink':>6}"
+    head = f"{'layer':>5}  {'mixer':<18}  {'context':>7}  {'entropy':>8}  {'conc':>7}  {'headdiv':>8}  {'sink':>6}"
     lines = [head + "".join(f"  {f'locfoc{n}':>7}" for n in range(NEIGHBOURS))]
     for layer, mixer, attention in found:
         figures = indicators(attention)
-        start = f"{layer:>5}  {mixer:<18}  {figures.entropy:>8.3f}  {figures.concentration:>7.3f}"
+        start = (
+            f"{layer:>5}  {mixer:<18}  {figures.context:>7.3f}  {figures.entropy:>8.3f}  {figures.concentration:>7.3f}"
+        )
         focus = "".join(f"  {value:>7.4f}" for value in figures.local_focus)
         lines.append(f"{start}  {figures.head_diversity:>8.5f}  {figures.sink:>6.4f}{focus}")
     return "\n".join(lines)

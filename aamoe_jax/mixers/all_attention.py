@@ -21,6 +21,21 @@ Heads = Float[Array, "b _ H k"]
 Groups = Float[Array, "b _ G k"]
 
 
+def joint_weights(
+    query: Float[Array, "b L H k"],
+    key: Float[Array, "b S H k"],
+    query_memory: Float[Array, "b L H k"],
+    memory_key: Float[Array, "n H k"],
+    mask: Bool[Array, "b L S"],
+) -> Float[Array, "b H L S+n"]:
+    """softmax([q K^T, q_m M_k^T] / sqrt(k)): one softmax over context and memory, in float32."""
+    scale = query.shape[-1] ** -0.5
+    context_scores = jnp.einsum("bihk,bjhk->bhij", query, key, preferred_element_type=jnp.float32)
+    context_scores = jnp.where(mask[:, None], context_scores, -jnp.inf)
+    memory_scores = jnp.einsum("bihk,nhk->bhin", query_memory, memory_key, preferred_element_type=jnp.float32)
+    return jax.nn.softmax(scale * jnp.concatenate([context_scores, memory_scores], -1), axis=-1)
+
+
 def joint_attention(
     query: Float[Array, "b L H k"],
     key: Float[Array, "b S H k"],
@@ -30,12 +45,8 @@ def joint_attention(
     memory_value: Float[Array, "n H k"],
     mask: Bool[Array, "b L S"],
 ) -> Float[Array, "b L H k"]:
-    """softmax([q K^T, q_m M_k^T] / sqrt(k)) [V; M_v]: one softmax over context and memory, in float32."""
-    scale = query.shape[-1] ** -0.5
-    context_scores = jnp.einsum("bihk,bjhk->bhij", query, key, preferred_element_type=jnp.float32)
-    context_scores = jnp.where(mask[:, None], context_scores, -jnp.inf)
-    memory_scores = jnp.einsum("bihk,nhk->bhin", query_memory, memory_key, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(scale * jnp.concatenate([context_scores, memory_scores], -1), axis=-1).astype(value.dtype)
+    """`joint_weights` of [V; M_v]."""
+    weights = joint_weights(query, key, query_memory, memory_key, mask).astype(value.dtype)
     length = key.shape[1]
     from_context = jnp.einsum("bhij,bjhk->bihk", weights[..., :length], value)
     return from_context + jnp.einsum("bhin,nhk->bihk", weights[..., length:], memory_value)
@@ -54,6 +65,7 @@ class AllAttention(Part):
     """
 
     label = "attention"
+    has_map = True
     weighted_sums = (
         WeightedSum(
             "earlier tokens and `d_ff` rows", "q . k / sqrt(k)", "all", "one softmax", "x W^V and rows, then W^O"
@@ -89,6 +101,14 @@ class AllAttention(Part):
         mask = shards.part(causal_mask(context.segment_ids), RESOURCE)
         heads = joint_attention(rotated, key, value, query, *self._memory(h.dtype), mask)
         return self.output(merge_heads(heads)), {}
+
+    def attention_map(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b H L S"]:
+        """The attention of every token here to tokens; what is missing to 1 goes to the memory."""
+        query, rotated, key, _ = self._rotated(h, context)
+        key = jnp.repeat(context.shards.gather(key, RESOURCE), self.qkv.group, axis=-2)
+        mask = context.shards.part(causal_mask(context.segment_ids), RESOURCE)
+        weights = joint_weights(rotated, key, query, self._memory(h.dtype)[0], mask)
+        return weights[..., : key.shape[1]]
 
     def empty_cache(self, rows: int, length: int) -> KeyValueCache:
         # The memory takes no space in the cache.

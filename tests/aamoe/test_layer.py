@@ -317,6 +317,28 @@ def test_there_is_no_gate_beside_the_attention():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("null_slot", ["none", "learned"])
+@pytest.mark.parametrize("local", LOCALS)
+def test_the_attention_map_is_what_the_output_is_made_of(local, null_slot):
+    """Without experts, the map times the values is the output of every head (DEC-17)."""
+    config = model_config(local=local, null_slot=null_slot, num_experts=0, beta=2.0, qk_norm="rms")
+    layer, h = layer_of(config), inputs(2, 5 * M)
+    segments = jnp.array([[1] * 3 * M + [2] * (M + 3) + [0] * (M - 3), [1] * 5 * M])
+    context = dataclasses.replace(context_of(config, 2, 5 * M, segment_ids=segments), detail="maps")
+    output, about = apply(layer, h, context)
+    heads = jnp.einsum("bhij,bjhk->bihk", about["attention_map"], layer.qkv(h)[2])
+    np.testing.assert_allclose(layer.output(merge_heads(heads)), output, atol=1e-5)
+
+
+def test_what_the_attention_map_leaves_out_goes_to_experts():
+    layer, h = layer_of(model_config(router="pooled")), inputs(1, 5 * M)
+    context = dataclasses.replace(context_of(layer.config, 1, 5 * M), detail="maps")
+    _, about = apply(layer, h, context)
+    tokens = about["attention_map"].sum((0, 2, 3)).mean()
+    assert float(tokens) == pytest.approx(float(about["mass_local"] + about["mass_context"]), rel=1e-5)
+    assert float(about["mass_expert"]) > 1
+
+
 def test_beta_changes_the_spend_without_recompiling():
     """AA-12: the budget is a number that the compiled layer is given."""
     config = model_config(beta=8.0)

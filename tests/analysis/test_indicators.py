@@ -29,6 +29,7 @@ class TestDEC17:
     def test_of_a_uniform_map(self):
         i = np.arange(1, L + 1)
         found = indicators(uniform())
+        assert found.context == pytest.approx(1)
         assert found.entropy == pytest.approx(np.log(i).mean())
         assert found.concentration == pytest.approx(np.sqrt((1 / i).sum()))
         assert found.head_diversity == pytest.approx(0, abs=1e-15)
@@ -74,7 +75,18 @@ class TestDEC17:
                 np.testing.assert_allclose(attention.sum(-1), 1, atol=1e-5)
         lines = table(found).splitlines()
         assert len(lines) == 13
-        assert lines[4].split()[:3] == ["2", "local_attention", f"{indicators(found[3].attention).entropy:.3f}"]
+        figures = indicators(found[3].attention)
+        assert lines[4].split()[:4] == ["2", "local_attention", f"{figures.context:.3f}", f"{figures.entropy:.3f}"]
+
+    def test_all_attention_and_aamoe_have_maps_of_what_tokens_get(self):
+        config = model_config(pattern=("aamoe", "all_attention"), num_layers=2, null_slot="learned")
+        found = attention_maps(config, random_params(config), np.asarray(tokens_of(1, L))[0])
+        assert [(layer, mixer) for layer, mixer, _ in found] == [(0, "aamoe"), (1, "all_attention")]
+        for _, _, attention in found:
+            assert attention.shape == (4, L, L)
+            assert (np.triu(attention, 1) == 0).all()
+            assert (attention.sum(-1) < 1).all()
+            assert 0 < indicators(attention).context < 1
 
     def test_a_stack_without_maps_is_refused(self):
         config = model_config(pattern=("mlp",))
