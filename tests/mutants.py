@@ -135,7 +135,7 @@ class Finder(ast.NodeVisitor):
             case ast.Constant(value=float() as value):
                 yield whole, repr(2 * value or 1.0)
             case ast.Call(func=function, args=[first, second, *_]) if not isinstance(second, ast.Starred):
-                name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+                name = ast.unparse(function).rpartition(".")[2]
                 if name == "where" and len(node.args) == 3:
                     first, second = node.args[1:]
                 if name not in ("isinstance", "getattr", "hasattr", "minimum", "maximum", "min", "max"):

@@ -136,9 +136,7 @@ def train(
         progress = stack.enter_context(Progress(start, training.steps))
         progress.say(_opening(config, setup.like, start))
         with stopwatch.during("compile"):
-            train_step = interrupt.before_steps(
-                lambda: compile_step(setup.step, setup.like, config, setup.placement, progress)
-            )
+            train_step = interrupt.before_steps(lambda: compile_step(setup, config, progress))
         run = Run(
             config=config,
             datasets=setup.datasets,
@@ -338,12 +336,10 @@ class Recorder:
         )
 
 
-def compile_step(
-    step: TrainStep, like: TrainState, config: ExperimentConfig, placement: Placement, progress: Progress
-) -> TrainStep:
+def compile_step(setup: Setup, config: ExperimentConfig, progress: Progress) -> TrainStep:
     """The step as one executable. It takes these shapes and no others, so it cannot be compiled again by accident."""
     start = time.perf_counter()
-    compiled = lower_step(step, like, config, placement).compile()
+    compiled = lower_step(setup.step, setup.like, config, setup.placement).compile()
     distributed.wait_for_all("compiled")  # the first collective has less patience with slow compilers (Gloo: 30 s)
     progress.say(f"compiled in {time.perf_counter() - start:.1f} s")
     progress.restart_clock()
