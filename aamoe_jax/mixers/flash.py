@@ -107,10 +107,10 @@ def flash_attention(
     if query_segments is None:
         query_segments = jax.lax.dynamic_slice_in_dim(segment_ids, first, queries, axis=1)
     block = block_size(max(queries, keys)) if block is None else block
-    of_queries = jnp.moveaxis(_blocks(query, block).reshape(-1, rows, block, groups, heads // groups, size), 2, 4)
-    of_keys, of_values = (_blocks(x, block).swapaxes(2, 3) for x in (key, value))
+    of_queries = jnp.moveaxis(token_blocks(query, block).reshape(-1, rows, block, groups, heads // groups, size), 2, 4)
+    of_keys, of_values = (token_blocks(x, block).swapaxes(2, 3) for x in (key, value))
     # Tokens that fill the last block are of the last document, but later than all of it: nothing real sees them.
-    mine, theirs = (_blocks(x, block, "edge") for x in (query_segments, segment_ids))
+    mine, theirs = (token_blocks(x, block, "edge") for x in (query_segments, segment_ids))
     places = Places(mine, theirs, jnp.asarray(first))
     output, lse = _flash(band, *varying((Blocks(of_queries, of_keys, of_values), places)))
     output, lse = (jnp.moveaxis(jnp.moveaxis(x, 4, 2), 0, 1) for x in (output, lse))
@@ -228,7 +228,7 @@ def _product(dimensions: str, left: Array, right: Array) -> Array:
     return jnp.einsum(dimensions, left, right, preferred_element_type=jnp.float32)
 
 
-def _blocks(x: Shaped[Array, "b L *rest"], block: int, mode: str = "constant") -> Shaped[Array, "n b t *rest"]:
+def token_blocks(x: Shaped[Array, "b L *rest"], block: int, mode: str = "constant") -> Shaped[Array, "n b t *rest"]:
     """Blocks of tokens, of which the last is filled up."""
     filled = jnp.pad(x, [(0, -x.shape[1] % block if axis == 1 else 0) for axis in range(x.ndim)], mode=mode)
     return filled.reshape(len(x), -1, block, *x.shape[2:]).swapaxes(0, 1)

@@ -5,21 +5,22 @@ Shapes: b rows, L tokens per row, s of them attend here, H heads, G heads of key
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.layers import merge_heads
-from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
+from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Setting, projections
-from aamoe_jax.mixers.weighted_sum import WeightedSum, head_scores, largest_logit, softmax_selected
+from aamoe_jax.mixers.flash import token_blocks
+from aamoe_jax.mixers.weighted_sum import WeightedSum, head_mix, head_scores, largest_logit, softmax_selected
 from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
+from pallas_kernels.varying import varying
 
 LEAST_MEAN = 0.5
 """1 + x + x^2 / 2 = (1 + (1 + x)^2) / 2 is never less; with the second order of each dimension by itself it can be."""
@@ -36,13 +37,17 @@ class TaylorState(NamedTuple):
 
 
 @register("approximate", "the second-order series of softmax attention")
-class ApproximateAttention(WeightedAttention):
+class ApproximateAttention(CausalAttention):
     """Weights 1 + q . k / sqrt(k) + q^2 . k^2 / (2 k) with element-wise squares, divided by their sum.
 
     The second order of softmax's exponential without its mixed terms, and one normalisation of all orders together, as
     softmax has. Without the mixed terms a weight can be negative, and so can their sum; so no sum counts as less than
     half the number of tokens, which no sum with the mixed terms could be. Queries and keys have the
     rotary embedding of standard attention; of the squares it does not depend on distances alone.
+
+    A weight is a product of something of the query and something of the key, so what earlier tokens add is in sums
+    over them. A row is computed chunk by chunk: squares of weights within, sums over what is before. Time and memory
+    are linear in its length, forward and backward.
     """
 
     weighted_sums = (
@@ -52,36 +57,42 @@ class ApproximateAttention(WeightedAttention):
     )
 
     @staticmethod
-    def costs(at: Setting) -> Costs:
-        """In its parallel form the scores of squares on top; in its recurrent form two k x k sums per head."""
-        d, kv, size, seen = at.width, at.kv_width, at.config.head_dim, at.length + 1
-        # Queries and keys in float32, as they are, doubled and squared.
-        row = at.per_token(6 * d * at.length, 3 * FLOAT * (d + kv) + at.size * kv, model_flops=3 * d * seen)
-        maps = at.tokens * at.config.num_heads * at.length * (1 + 2 * FLOAT + at.size)
-        step = at.rows * (4 * kv * size + 4 * d * size)
-        sums = at.rows * FLOAT * (3 * kv + 2 * kv * size)
-        parallel = dataclasses.replace(row, decode_flops=step, activation_bytes=row.activation_bytes + maps)
-        return projections(at) + parallel + Costs(cache_bytes=sums)
+    def loops(at: Setting) -> tuple[Loop, ...]:
+        """A turn is a chunk of every row: its FLOPs over the 4 d of a score and a weighted value."""
+        turn = _chunk_flops(at) // (4 * at.width)
+        return (Loop(-(-at.length // _chunk(at.length)) * turn, turn),)
 
-    def _weigh(
-        self, h: Float[Array, "b s d"], context: Context
-    ) -> tuple[Float[Array, "b H s L"], Float[Array, "b L G k"], Statistics]:
-        """The parallel form: coefficients add up to 1 where no sum was too small; some may be negative."""
+    @staticmethod
+    def costs(at: Setting) -> Costs:
+        """Chunks, and two k x k sums per head, which are saved where a chunk begins."""
+        d, kv, size, chunk = at.width, at.kv_width, at.config.head_dim, _chunk(at.length)
+        chunks, sums = -(-at.length // chunk), FLOAT * (3 * kv + 2 * kv * size)
+        saved = at.rows * (chunks * (sums + at.size * chunk * (d + 2 * kv)) + 2 * FLOAT * size * at.length)
+        series = Costs(
+            prefill_flops=at.rows * chunks * _chunk_flops(at),
+            decode_flops=at.rows * (4 * kv * size + 4 * d * size),
+            activation_bytes=saved,
+            cache_bytes=at.rows * sums,
+            model_flops=4 * kv * size + 4 * d * size,
+        )
+        return projections(at) + series
+
+    def __call__(self, h: Float[Array, "b s d"], context: Context) -> tuple[Float[Array, "b s d"], Statistics]:
         query, key, value = self._rotated(h, context)
-        key, value = (context.shards.gather(x, RESOURCE) for x in (key, value))
-        query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-        mask = context.shards.part(causal_mask(context.segment_ids), RESOURCE)[:, None]
-        # `head_scores` divides by sqrt(k), and the squares by k.
-        second = head_scores(query**2, key**2) * query.shape[-1] ** -0.5 / 2
-        weights = jnp.where(mask, 1 + head_scores(query, key) + second, 0)
-        total = jnp.maximum(weights.sum(-1, keepdims=True), LEAST_MEAN * mask.sum(-1, keepdims=True))
-        return weights / total, value, {}
+        segments = context.shards.part(context.segment_ids, RESOURCE)
+        before = self._before(key, value, segments, context)
+        return self.output(merge_heads(_series(before, query, key, value, segments))), {}
+
+    def attention_map(self, h: Float[Array, "b s d"], context: Context) -> Float[Array, "b H s L"]:
+        """Laid out, in its parallel form: coefficients add up to 1 where no sum was too small; some may be negative."""
+        query, key, _ = self._rotated(h, context)
+        mask = context.shards.part(causal_mask(context.segment_ids), RESOURCE)
+        weights = _weights(query, context.shards.gather(key, RESOURCE), mask)
+        return weights / jnp.maximum(weights.sum(-1, keepdims=True), LEAST_MEAN * mask.sum(-1)[:, None, :, None])
 
     def empty_cache(self, rows: int, length: int) -> TaylorState:
         """The state before any token, of one size for all lengths."""
-        vector = jnp.zeros((rows, self.config.kv_heads, self.config.head_dim))
-        matrix = jnp.zeros((*vector.shape, self.config.head_dim))
-        return TaylorState(vector, vector, vector, matrix, matrix)
+        return _no_tokens(rows, self.config.kv_heads, self.config.head_dim)
 
     def fill(self, h: Float[Array, "b s d"], context: Context, cache: TaylorState) -> TaylorState:
         """The state after a prompt."""
@@ -93,14 +104,124 @@ class ApproximateAttention(WeightedAttention):
         """One more token in every row: the recurrent form."""
         query, key, value = self._rotated(h, context)
         state = _added(cache, key, value, jnp.ones(h.shape[:2]))
-        grouped = query[:, 0].reshape(*state.key.shape[:2], -1, query.shape[-1])
-        first = grouped.astype(jnp.float32) * query.shape[-1] ** -0.5
-        second = first**2 / 2
+        mixed, total = _read(state, query)
         seen = context.positions[:, :, None] + 1.0
-        mixed = state.value[:, :, None] + first @ state.key_value + second @ state.square_value
-        total = seen + (first @ state.key[..., None] + second @ state.square[..., None])[..., 0]
-        heads = (mixed / jnp.maximum(total, LEAST_MEAN * seen)[..., None]).astype(h.dtype)
-        return self.output(heads.reshape(h.shape)), state
+        heads = (mixed / jnp.maximum(seen + total, LEAST_MEAN * seen)[..., None]).astype(h.dtype)
+        return self.output(merge_heads(heads)), state
+
+    def _before(
+        self,
+        key: Float[Array, "b s G k"],
+        value: Float[Array, "b s G k"],
+        segments: Int[Array, "b s"],
+        context: Context,
+    ) -> Before:
+        """What the tokens here find: the sums that other devices have of earlier tokens of the row.
+
+        Documents are contiguous: of what is before, only that of the last token before can go on here, and any device
+        that has tokens of it, save the last, ends in it. So every device sums its last document alone.
+        """
+        shards, rows = context.shards, len(key)
+        devices = shards.count(RESOURCE)
+        if devices == 1:
+            nothing = _no_tokens(rows, *key.shape[2:])
+            return Before(nothing, jnp.zeros(rows), jnp.full(rows, NO_DOCUMENT))
+        last = (segments == segments[:, -1:]).astype(jnp.float32)
+        sums = _added(_no_tokens(rows, *key.shape[2:]), key, value, last), last.sum(1)
+        every = jax.tree.map(lambda x: shards.gather(x[:, None], RESOURCE), sums)
+        ends = context.segment_ids.reshape(rows, devices, -1)[:, :, -1]
+        first = context.attending_from
+        document = jnp.where(first > 0, context.segment_ids[:, first - 1], NO_DOCUMENT)
+        goes_on = (ends == document[:, None]) & (jnp.arange(devices) < first // segments.shape[1])
+        state, tokens = jax.tree.map(lambda x: jnp.einsum("bn,bn...->b...", goes_on.astype(x.dtype), x), every)
+        return Before(state, tokens, document)
+
+
+class Before(NamedTuple):
+    """What a chunk finds: sums over the last document before it, its tokens so far, which it is."""
+
+    state: TaylorState
+    tokens: Float[Array, "b"]
+    document: Int[Array, "b"]
+
+
+NO_DOCUMENT = -1
+"""Of a row that has not begun."""
+CHUNK = 128
+"""Tokens of a chunk at most: within it work grows with its square, and at every one sums are saved."""
+
+
+def _chunk(length: int) -> int:
+    """At most CHUNK, and such that the last chunk of a row is nearly full."""
+    return -(-length // -(-length // CHUNK))
+
+
+def _chunk_flops(at: Setting) -> int:
+    """Of one chunk of a row: two kinds of scores and the weighted values; four products with k x k sums."""
+    d, kv, size, chunk = at.width, at.kv_width, at.config.head_dim, _chunk(at.length)
+    return chunk * (6 * d * chunk + 4 * d * size + 4 * kv * size)
+
+
+def _series(
+    before: Before,
+    query: Float[Array, "b s H k"],
+    key: Float[Array, "b s G k"],
+    value: Float[Array, "b s G k"],
+    segments: Int[Array, "b s"],
+) -> Float[Array, "b s H k"]:
+    """Weighted values of all tokens, chunk by chunk; what is within a chunk is computed again in the backward pass."""
+
+    @jax.checkpoint
+    def step(before: Before, chunk: tuple[Array, ...]) -> tuple[Before, Float[Array, "b t H k"]]:
+        query, key, value, segments = chunk
+        same = segments == before.document[:, None]
+        mask = jnp.tril(segments[:, :, None] == segments[:, None, :])
+        seen = mask.sum(-1) + jnp.where(same, before.tokens[:, None], 0)
+        mixed, total = _read(before.state, query)
+        weights = _weights(query, key, mask)
+        mixed = jnp.where(same[..., None, None], mixed, 0) + head_mix(weights, value.astype(jnp.float32))
+        total = jnp.where(same, before.tokens[:, None], 0)[..., None] + jnp.where(same[..., None], total, 0)
+        total = total + weights.sum(-1).swapaxes(1, 2)
+        heads = mixed / jnp.maximum(total, LEAST_MEAN * seen[..., None])[..., None]
+        last = segments[:, -1]
+        goes_on = (last == before.document).astype(jnp.float32)
+        state = jax.tree.map(lambda x: jnp.einsum("b,b...->b...", goes_on, x), before.state)
+        state = _added(state, key, value, (segments == last[:, None]).astype(jnp.float32))
+        return Before(state, seen[:, -1].astype(jnp.float32), last), heads.astype(query.dtype)
+
+    length = query.shape[1]
+    chunks = tuple(token_blocks(x, _chunk(length), "edge") for x in (query, key, value, segments))
+    before, chunks = varying((before, chunks))
+    _, heads = jax.lax.scan(step, before, chunks)
+    return heads.swapaxes(0, 1).reshape(len(query), -1, *query.shape[2:])[:, :length]
+
+
+def _weights(
+    query: Float[Array, "b s H k"], key: Float[Array, "b n G k"], mask: Bool[Array, "b s n"]
+) -> Float[Array, "b H s n"]:
+    """1 + q . k / sqrt(k) + q^2 . k^2 / (2 k) of what is seen, 0 of the rest; not yet divided."""
+    query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    # `head_scores` divides by sqrt(k), and the squares by k.
+    second = head_scores(query**2, key**2) * query.shape[-1] ** -0.5 / 2
+    return jnp.where(mask[:, None], 1 + head_scores(query, key) + second, 0)
+
+
+def _read(state: TaylorState, query: Float[Array, "b s H k"]) -> tuple[Float[Array, "b s H k"], Float[Array, "b s H"]]:
+    """Values weighted by the series of what is in the state, and the sum of the weights less 1 each."""
+    rows, tokens, heads, size = query.shape
+    first = query.astype(jnp.float32).reshape(rows, tokens, state.key.shape[1], -1, size) * size**-0.5
+    second = first**2 / 2
+    of_values = functools.partial(jnp.einsum, "bsgrk,bgkv->bsgrv")
+    of_ones = functools.partial(jnp.einsum, "bsgrk,bgk->bsgr")
+    mixed = state.value[:, None, :, None] + of_values(first, state.key_value) + of_values(second, state.square_value)
+    total = of_ones(first, state.key) + of_ones(second, state.square)
+    return mixed.reshape(query.shape), total.reshape(rows, tokens, heads)
+
+
+def _no_tokens(rows: int, groups: int, size: int) -> TaylorState:
+    vector = jnp.zeros((rows, groups, size))
+    matrix = jnp.zeros((*vector.shape, size))
+    return TaylorState(vector, vector, vector, matrix, matrix)
 
 
 def _added(

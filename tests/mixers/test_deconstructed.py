@@ -14,6 +14,8 @@ from flax import nnx
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.cost import parameter_count
 from aamoe_jax.generation.decoder import Decoder
+from aamoe_jax.ledger.compiled import Trial
+from aamoe_jax.mixers import recurrent
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.deconstructed import PRINCIPLES
@@ -122,6 +124,43 @@ class TestDEC04:
     @pytest.mark.parametrize("prompt", [1, 6])
     def test_the_parallel_form_is_the_recurrent_one(self, prompt):
         assert_recurrent("approximate", prompt)
+
+    @pytest.mark.parametrize("groups", [4, 2])
+    @pytest.mark.parametrize("chunk", [1, 3, 4, 100])
+    def test_chunks_are_the_map_laid_out(self, monkeypatch, chunk, groups):
+        """Output and gradients, in documents that begin and end within chunks and at their ends, and padding."""
+        monkeypatch.setattr(recurrent, "CHUNK", chunk)
+        config = dataclasses.replace(CONFIG, num_kv_heads=groups)
+        graphdef, state = nnx.split(part_of("approximate", config))
+        h, cotangent = random(1, 2, 2, LENGTH, 16)
+        segments = jnp.array([[1, 1, 1, 2, 3, 3, 3, 3, 3, 0, 0], [1] * 8 + [2] * 3])
+        context = dataclasses.replace(
+            one_row(config, LENGTH), segment_ids=segments, positions=ROWS.context(config).positions
+        )
+
+        def laid_out(state, h):
+            part = nnx.merge(graphdef, state)
+            values = jnp.repeat(part.qkv.value(h).reshape(2, LENGTH, groups, 4), 4 // groups, axis=2)
+            return part.output(jnp.einsum("bhij,bjhk->bihk", part.attention_map(h, context), values).reshape(h.shape))
+
+        def loss(function):
+            return jax.value_and_grad(lambda state, h: (function(state, h) * cotangent).sum(), argnums=(0, 1))
+
+        found = jax.jit(loss(lambda state, h: nnx.merge(graphdef, state)(h, context)[0]))(state, h)
+        wanted = jax.jit(loss(laid_out))(state, h)
+        for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(one, two, atol=2e-4, rtol=1e-4)
+
+    def test_memory_is_linear_in_length(self):
+        """Four times the tokens, not five times the memory of both passes."""
+        trial = Trial("approximate", ModelConfig(d_model=32, num_heads=2, num_layers=1))
+
+        def temporaries(length):
+            params, inputs, row = trial.shapes(1, length)
+            step = jax.jit(lambda *x: trial.vjp(*x[:3])[1](x[3]))
+            return step.lower(params, inputs, row, inputs.h).compile().memory_analysis().temp_size_in_bytes
+
+        assert temporaries(4096) < 5 * temporaries(1024)
 
     def test_small_scores_give_nearly_softmax(self):
         """To first order both are 1 + x over their sum, so halving the queries divides what differs by about four."""
