@@ -41,7 +41,7 @@ def test_aa_27_one_token_can_take_the_whole_budget():
     assert given.sum() == beta * length
 
 
-@pytest.mark.parametrize("length", [1000, 1536])
+@pytest.mark.parametrize("length", [41, 47, 55, 61, 1000, 1536])
 @pytest.mark.parametrize("beta", [1.0, 3.0, 4.0])
 def test_uniform_importance_gives_every_token_beta(length, beta):
     """Decision 16: without epsilon, float32 loses one unit per token at these lengths."""
@@ -49,6 +49,12 @@ def test_uniform_importance_gives_every_token_beta(length, beta):
     assert (row_counts(importance, jnp.ones((1, length), jnp.int32), beta) == beta).all()
     prefix = jax.jit(prefix_budgets)(importance, jnp.ones((1, length), jnp.int32), beta)
     assert (floor_causal_budgets(prefix) == beta).all()
+
+
+def test_epsilon_buys_no_more_than_there_is_in_a_long_row():
+    """B = 19,999 of 20,000 tokens that want one each: bounded by 1 / 2L it rounds nobody up."""
+    budget = jnp.full((1, 20_000), 0.99995)
+    assert floor_row_budgets(budget, jnp.ones((1, 20_000), jnp.int32)).sum() <= 19_999
 
 
 @pytest.mark.parametrize("beta", [4.0, 64.0])

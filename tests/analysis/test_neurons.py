@@ -232,6 +232,12 @@ class TestPM08:
         assert neurons.crossover(LLAMA) == 448
         assert 8192 * neurons.neurons_per_token(LLAMA) == 8_388_608
 
+    def test_they_outgrow_them_with_the_token_that_passes(self):
+        """9 learned neurons in a layer of 4 heads: after 3 tokens, not 2."""
+        config = dataclasses.replace(CONFIG, d_ff=9, num_layers=1, pattern=("parallel",))
+        assert (neurons.static_neurons(config), neurons.neurons_per_token(config)) == (9, 4)
+        assert neurons.crossover(config) == 3
+
     def test_only_heads_that_are_read_as_neurons_grow(self):
         config = dataclasses.replace(CONFIG, num_layers=3, pattern=("mixture_of_depths", "random_qk", "mlp"))
         assert neurons.neurons_per_token(config) == 4

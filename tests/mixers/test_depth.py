@@ -75,6 +75,23 @@ def test_what_the_predictor_lets_through_is_counted():
     assert summarize({name: value[None] for name, value in about.items()})["depth_chosen"] == [through / 32]
 
 
+def test_the_predictor_learns_the_best_of_the_row_whoever_goes_through():
+    call, mixer = mixer_of()
+    h = jax.random.normal(jax.random.key(1), (2, LENGTH, 16))
+    row = Context(jnp.asarray(ROWS.segment_ids), jnp.asarray(ROWS.positions), "row", 1.0)
+    causal = dataclasses.replace(row, budget="prefix")
+    (_, of_row), (_, of_prefix) = call(h, row), call(h, causal)
+    assert float(of_row["depth_through"]) != float(of_prefix["depth_through"])
+    assert float(of_row["predictor_loss"]) == pytest.approx(float(of_prefix["predictor_loss"]), rel=1e-6)
+    best = np.zeros((2, LENGTH), bool)
+    weight = np.where(ROWS.segment_ids > 0, np.asarray(h @ mixer.router[...]), -np.inf)
+    for at in range(2):
+        best[at, np.argsort(-weight[at])[:4]] = True
+    guess = np.asarray(mixer.predictor(h), np.float64)
+    loss = np.where(best, np.logaddexp(0, -guess), np.logaddexp(0, guess))[ROWS.segment_ids > 0].sum()
+    assert float(of_prefix["predictor_loss"]) == pytest.approx(loss, rel=1e-5)
+
+
 @pytest.mark.parametrize("capacity", [0.125, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_predictor_lets_a_share_of_every_beginning_through(capacity, seed):

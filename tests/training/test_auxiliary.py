@@ -99,6 +99,8 @@ class TestBalance:
         even = jnp.full((1, 8, 8), 1 / 8)
         chosen = jnp.eye(8, dtype=bool)[None]
         assert weighed_by_load(even, chosen, 1, context) / 8 == pytest.approx(1.0)
+        two = chosen | jnp.roll(chosen, 1, axis=-1)
+        assert weighed_by_load(even, two, 2, context) / 8 == pytest.approx(1.0)  # the same, whatever k is
         one = jnp.zeros((1, 8, 8)).at[..., 0].set(1.0)
         assert weighed_by_load(one, one > 0, 1, context) / 8 == pytest.approx(MOE.num_experts)
 
