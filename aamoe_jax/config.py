@@ -111,6 +111,8 @@ class BudgetConfig:
     and the rest context alone, whatever their scores."""
     expert_price: float = 1.0
     """Price of an expert, where a chunk of context costs 1 (AA-39); at least 1, so that a budget bounds the pairs."""
+    distance_price: float = 0.0
+    """What distance adds to the price of a chunk: one that is n chunks back costs 1 + distance_price * log2(n)."""
     slack: int = 64
     """Pairs by which the running spend of a document's causal budgets may exceed beta * i (the cap, decision 23)."""
 
@@ -124,8 +126,11 @@ class BudgetConfig:
             refuse(self, "expert_share", "must be in [0, 1], or None for one budget")
         if not 1 <= self.expert_price < math.inf:
             refuse(self, "expert_price", "must be a number of at least 1")
-        if self.expert_share is not None and self.expert_price != 1:
-            refuse(self, "expert_price", "must be 1 where experts have a share of their own (expert_share)")
+        if not 0 <= self.distance_price < math.inf:
+            refuse(self, "distance_price", "must be a number of at least 0")
+        for field, plain in (("expert_price", 1), ("distance_price", 0)):
+            if self.expert_share is not None and getattr(self, field) != plain:
+                refuse(self, field, f"must be {plain} where experts have a share of their own (expert_share)")
         if self.slack < 0:
             refuse(self, "slack", "must be at least 0")
 
@@ -150,6 +155,10 @@ class AAMoEConfig:
     keys estimate, with nothing of its own to train."""
     pooled_keys: int = 4
     """Of `pooled`, g: so many keys stand for the chunk_size keys of a chunk or expert, each the mean of a group."""
+    expert_router: Literal["embedding", "attention"] = "embedding"
+    """Of a learned router, the scores of experts: h . e_l, or attention among the experts of one token (UNI-09)."""
+    router_input: Literal["token", "causal_conv"] = "token"
+    """What a learned router sees: the token, or a short causal convolution over it and the tokens before (UNI-10)."""
     bias: Literal["log_prob", "none"] = "log_prob"
     """`log_prob`: log P(i, j) is added to the attention scores (eq 15-16). `none` cuts the gradient to router and
     budget."""
@@ -183,6 +192,11 @@ class AAMoEConfig:
                 refuse(self, "local", "the own chunk has no pooled keys before it ends; take router = 'learned'")
         if self.query_convolution and not self.key_convolution:
             refuse(self, "query_convolution", "is of the convolution that key_convolution = True makes")
+        require_choice(self, "expert_router", ("embedding", "attention"))
+        require_choice(self, "router_input", ("token", "causal_conv"))
+        for field, plain in (("expert_router", "embedding"), ("router_input", "token")):
+            if self.router == "pooled" and getattr(self, field) != plain:
+                refuse(self, field, "router = 'pooled' has nothing of its own to train; take router = 'learned'")
         require_choice(self, "bias", ("log_prob", "none"))
         require_choice(self, "signal", ("joint", "context_stopped", "experts_stopped", "separate"))
         require_choice(self, "null_slot", ("none", "learned"))
@@ -197,6 +211,11 @@ class AAMoEConfig:
             refuse(self, "num_experts", "a layer without context and local resources needs at least one expert")
         if self.context == "none" and self.local == "routed":
             refuse(self, "local", "the own chunk cannot be routed when context is 'none'")
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether keys, or the router, see the tokens just before one."""
+        return self.key_convolution or self.router_input == "causal_conv"
 
     @property
     def pool_size(self) -> int:

@@ -140,7 +140,8 @@ def allocator(config: AAMoEConfig) -> Allocator:
     """The one that a config asks for."""
     if config.budget.expert_share is not None:
         return Shares(config.budget.expert_share)
-    return OneBudget() if config.budget.expert_price == 1 else Prices(config.budget.expert_price)
+    price = Price(config.budget.expert_price, config.budget.distance_price)
+    return OneBudget() if price == Price() else Prices(price)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,18 +158,32 @@ class OneBudget(Allocator):
 
 
 @dataclasses.dataclass(frozen=True)
-class Prices(Allocator):
-    """A chunk costs 1 and an expert `expert_price` (AA-39): the longest prefix of the ranked that a budget pays for."""
+class Price:
+    """What a resource costs (AA-39), at least 1: an expert `expert`; the local resource and the chunk before 1, and a
+    chunk that is n chunks back 1 + `distance` * log2(n)."""
 
-    expert_price: float
+    expert: float = 1.0
+    distance: float = 0.0
+
+    def __call__(self, resource: Int[Array, "b L K"], candidates: Candidates) -> Float[Array, "b L K"]:
+        """Of resources, by the row's index."""
+        back = jnp.maximum(candidates.own[..., None] - resource, 1)
+        chunk = 1.0 + self.distance * jnp.log2(back.astype(jnp.float32))
+        return jnp.where(resource >= candidates.num_chunks, self.expert, chunk)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices(Allocator):
+    """The longest prefix of the ranked resources that a budget pays for."""
+
+    price: Price
 
     def limit(self, candidates: Candidates) -> Int[Array, "b L"]:
         return jnp.full_like(candidates.own, UNBOUNDED)  # it pays for prices, not for a number of resources
 
     def __call__(self, candidates: Candidates, budget: Budget) -> Allocation:
         best = rank(candidates, jnp.minimum(budget.granted, candidates.most))
-        prices = jnp.where(best.resource >= candidates.num_chunks, self.expert_price, 1.0)
-        count, cost = pay(prices, budget.granted, candidates.most)
+        count, cost = pay(self.price(best.resource, candidates), budget.granted, candidates.most)
         return afford(best, count, budget.real[..., None], cost)
 
 

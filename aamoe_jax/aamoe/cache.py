@@ -27,7 +27,7 @@ class Cache(NamedTuple):
     expert_key: Float[Array, "e g H k"]
     """Pooled keys of the experts, which no token changes; none under a learned router, which has embeddings of them."""
     before: Float[Array, "b t d"]
-    """The last tokens, where keys look back at them; else none."""
+    """The last tokens, where keys or router look back at them; else none."""
     log_mean: Float[Array, "b 2"]
     """Log of the running mean of exp(importance), the normaliser of prefix budgets, and what rounding cut off it."""
     spent: Int[Array, "b"]
@@ -80,7 +80,7 @@ def new_cache(config: ModelConfig, rows: int, length: int) -> Cache:
         jnp.zeros(pages, config.dtype),
         jnp.zeros((rows * config.num_heads, pages[1] * groups, config.head_dim)),
         jnp.zeros((0, groups, config.num_heads, config.head_dim)),
-        jnp.zeros((rows, TOKENS_BEFORE if config.aamoe.key_convolution else 0, width), config.dtype),
+        jnp.zeros((rows, TOKENS_BEFORE if config.aamoe.looks_back else 0, width), config.dtype),
         jnp.zeros((rows, 2)),
         jnp.zeros(rows, jnp.int32),
     )

@@ -11,6 +11,7 @@ activation.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -58,6 +59,8 @@ class AAMoECosts(Mixer):
         # and values as resources, the sum in float32. Ten numbers for every slot: candidates, scores, log P and masks.
         maps = FLOAT * config.num_heads * (chunks + experts) * (groups + 3)
         scored = FLOAT * d * (3 + 2 * groups / m) + maps if pooled else 3 * FLOAT * d + saved_rotation(d)
+        if config.aamoe.expert_router == "attention":
+            scored += FLOAT * experts * (2 * experts + 5)
         saved = scored + 3 * s * d + FLOAT * d + 10 * FLOAT * given.slots
         table = Costs(activation_bytes=experts * m * (saved_norm(config, d) + 2 * s * d))
         # Pages, the vectors that score each, and what the budget has spent; pooled keys of experts once for all rows.
@@ -69,7 +72,7 @@ class AAMoECosts(Mixer):
             + at.per_token(scores + 4 * d * keys, saved, model_flops=scores)
             + table
             + Costs(cache_bytes=cached)
-            + (convolution_costs(at) if config.aamoe.key_convolution else Costs())
+            + convolutions(at)
         )
 
     @staticmethod
@@ -89,6 +92,8 @@ class AAMoECosts(Mixer):
         pairs that were given come on top (`bytes_per_pair`)."""
         layer, d = at.config.aamoe, at.width
         resources = layer.num_experts + chunks_of_row(at)
+        if layer.expert_router == "attention":
+            resources += 2 * layer.num_experts
         scored = d * layer.pooled_keys * resources if layer.router == "pooled" else d**2 + d * resources
         predictor = 4 * PREDICTOR_WIDTH * (d + 2) if layer.budget.normalizer == "row" else 0
         return FLOAT * (2 * d * (d + at.kv_width) + scored) + predictor
@@ -123,11 +128,22 @@ def chunks_of_row(at: Setting) -> int:
 
 def router_flops(config: ModelConfig, chunks: int) -> int:
     """Scores of E + l resources for one token, unavailable ones too: 2 d g (E + l) of g pooled keys of each;
-    2 d^2 + 2 d (E + l + 1) of a learned router, W_c and the local resource included."""
+    2 d^2 + 2 d (E + l + 1) of a learned router, W_c and the local resource included; 4 d E + 4 E^2 more where experts
+    attend to each other."""
     layer, d = config.aamoe, config.d_model
     if layer.router == "pooled":
         return 2 * d * layer.pooled_keys * (layer.num_experts + chunks)
-    return 2 * d**2 + 2 * d * (layer.num_experts + chunks + 1)
+    among = 4 * layer.num_experts * (d + layer.num_experts) if layer.expert_router == "attention" else 0
+    return 2 * d**2 + 2 * d * (layer.num_experts + chunks + 1) + among
+
+
+def convolutions(at: Setting) -> Costs:
+    """Those of keys and of the router, which look back at the same tokens of one cache."""
+    layer, one = at.config.aamoe, convolution_costs(at)
+    if not layer.looks_back:
+        return Costs()
+    both = layer.key_convolution and layer.router_input == "causal_conv"
+    return one + (dataclasses.replace(one, cache_bytes=0) if both else Costs())
 
 
 def flops_per_pair(config: ModelConfig) -> int:

@@ -49,7 +49,7 @@ def prefill(
     return output, cache._replace(
         log_mean=jnp.stack([log_mean, jnp.zeros_like(log_mean)], axis=1),
         spent=steps.budget.granted.sum(-1),
-        before=last_tokens(h, context) if layer.config.aamoe.key_convolution else cache.before,
+        before=last_tokens(h, context) if layer.config.aamoe.looks_back else cache.before,
     )
 
 
@@ -59,8 +59,7 @@ def decode(
     """One more token in every row, at `context.positions`."""
     config, convolved = layer.config, None
     if config.aamoe.key_convolution:
-        convolved, before = layer.convolution.decode(h, cache.before)
-        convolved, cache = convolved.astype(h.dtype), cache._replace(before=before)
+        convolved = layer.convolution.decode(h, cache.before)[0].astype(h.dtype)
     heads = layer.project(h, context, convolved)
     cache = cache.write(context.positions, merge_heads(heads.key), merge_heads(heads.value))
     own = context.positions // config.aamoe.chunk_size
@@ -70,7 +69,8 @@ def decode(
     candidates = allocation.candidates(config.aamoe, scores, own, chunks, context)
     signal, limit, slack = layer.budget_signal(h, context), layer.allocator.limit(candidates), config.aamoe.budget.slack
     budget, log_mean = next_budget(signal, limit, slack, context, cache.log_mean, cache.spent)
-    cache = cache._replace(log_mean=log_mean, spent=cache.spent + budget.granted[:, 0])
+    before = jnp.concatenate([cache.before, h], axis=1)[:, 1:]
+    cache = cache._replace(log_mean=log_mean, spent=cache.spent + budget.granted[:, 0], before=before)
     expert_key, expert_value = layer.expert_rows(config.num_heads)
     output, lse = paged_attention(
         heads.rotated_query[:, 0],

@@ -1,6 +1,7 @@
 """Section 2.2 of the paper as a definition: dense, in float64, a token at a time. Slow, and for reading.
 
-`layer.py` is held to it (tests/aamoe/test_layer.py), forward and, by finite differences, all gradients.
+`layer.py` is held to it, forward and, by finite differences, all gradients (tests/aamoe/test_layer.py,
+tests/mixers/test_every_mixer.py).
 
     r_ij = (W_c^T h_i, rotated to i) . (h of the last token of chunk j, rotated to there) / sqrt(d)      eq 4
     r_il = h_i . e_l / sqrt(d)                                                                           eq 4
@@ -9,7 +10,7 @@
     log P(i, j_k) = log sigma(B b_i - k) + r_ij, where k is the rank of j, up to a constant of i         eq 10-15
     o_i  = softmax(q_i . K / sqrt(k) + log P) V over all keys of R_i, head by head                       eq 5-7, 9, 16
 
-Shapes: L tokens of one row, m keys per resource, E experts, d width, H heads, k = d / H. The row is one document.
+Shapes: L tokens of one document, m keys per resource, E experts, d width, H heads, k = d / H.
 """
 
 from __future__ import annotations
@@ -27,76 +28,149 @@ Resource = tuple[str, int]
 """("chunk", j), ("expert", l) or ("local", the own chunk)."""
 
 
-def reference_layer(
-    params: Params,
-    config: ModelConfig,
-    h: Float[np.ndarray, "L d"],
-    budget: Float[np.ndarray, "L"],
-    count: Int[np.ndarray, "L"],
-) -> Float[np.ndarray, "L d"]:
-    """The layer's output for one row.
-
-    Without QK-norm, null slot, prices and shares, which are no part of section 2.2.
-
-    Args:
-      budget: B b_i, as `prefix_budgets` or the row's softmax gives it.
-      count: B_i, its floor within availability and cap.
-    """
+def reference_layer(params: Params, config: ModelConfig, h: Float[np.ndarray, "L d"]) -> Float[np.ndarray, "L d"]:
+    """The layer's output for one document, under the budgets that it trains with."""
     layer, heads = config.aamoe, config.num_heads
-    size = config.d_model // heads
-    weights = {name: params["qkv"][name]["kernel"] for name in ("query", "key", "value")}
-    looking_back = convolved(params, config, h)
-    keys, values = looking_back @ weights["key"], h @ weights["value"]
-    queries = (looking_back if layer.query_convolution else h) @ weights["query"]
-    keys = np.stack([rotate_heads(key, t, config) for t, key in enumerate(keys)])
+    query, keys, values = (projected(params, config, name, h) for name in ("query", "key", "value"))
+    rotated = [np.stack([rotate_heads(x, t, config) for t, x in enumerate(rows)]) for rows in (query, keys)]
+    rotated_query, keys = rotated
+    nothing = np.zeros((0, layer.chunk_size, config.d_model))
+    expert_keys, expert_values = (split(params.get(f"expert_{name}", nothing), heads) for name in ("keys", "values"))
+    expert_keys = normed(params, config, "key", expert_keys)
+    budget = reference_budgets(params, config, h)
+    granted = reference_granted(config, budget)
     if layer.router == "pooled":
-        rows = split(params["expert_keys"].reshape(-1, config.d_model), heads)
-        chunks, experts = pooled(layer, keys), pooled(layer, rows)
-    output = np.zeros_like(h)
+        chunks = pooled(layer, keys[: len(h) // layer.chunk_size * layer.chunk_size])
+        experts = pooled(layer, expert_keys.reshape(-1, *expert_keys.shape[2:]))
+    output = np.zeros_like(query)
     for i in range(len(h)):
-        if count[i] == 0:
-            continue  # the token bypasses the layer (AA-26)
-        query, rotated_query = queries[i], rotate_heads(queries[i], i, config)
         if layer.router == "pooled":
-            score = pooled_scores(split(query, heads), rotated_query, chunks[: i // layer.chunk_size], experts)
+            completed = i // layer.chunk_size if layer.context == "routed" else 0
+            score = pooled_scores(query[i], rotated_query[i], chunks[:completed], experts, i // layer.chunk_size)
         else:
             score = learned_scores(params, config, h, i)
         logits, seen = [], []
-        for k, (kind, j) in enumerate(ranked(config, score, i)[: count[i]], start=1):
-            log_p = -np.log1p(np.exp(-(budget[i] - k))) + score[kind, j]
+        for (kind, j), log_p in allocated(config, score, i, budget[i], int(granted[i])):
+            bias = log_p if layer.bias == "log_prob" else 0.0
             if kind == "expert":  # verbatim: neither projected nor rotated
-                for key, value in zip(params["expert_keys"][j], params["expert_values"][j], strict=True):
-                    logits.append(dot(split(query, heads), split(key, heads)) / size**0.5 + log_p)
-                    seen.append(split(value, heads))
-                continue
-            for t in tokens_of(config, kind, j, i):
-                logits.append(dot(rotated_query, keys[t]) / size**0.5 + log_p)
-                seen.append(split(values[t], heads))
-        attention = np.exp(np.array(logits) - np.max(logits))
-        attention /= attention.sum(0)
-        output[i] = np.einsum("nh,nhk->hk", attention, np.array(seen)).reshape(-1)
-    return output @ params["output"]["kernel"]
+                logits += [dot(query[i], key) / config.head_dim**0.5 + bias for key in expert_keys[j]]
+                seen += list(expert_values[j])
+            else:
+                tokens = tokens_of(config, kind, j, i)
+                logits += [dot(rotated_query[i], keys[t]) / config.head_dim**0.5 + bias for t in tokens]
+                seen += [values[t] for t in tokens]
+        if not seen:
+            continue  # the token bypasses the layer (AA-26)
+        if layer.null_slot == "learned":
+            logits.append(params["null_logit"])
+            seen.append(np.zeros_like(seen[0]))
+        attention = np.exp(np.array(logits) - np.max(logits, axis=0))
+        output[i] = np.einsum("nh,nhk->hk", attention / attention.sum(0), np.array(seen))
+    return output.reshape(h.shape) @ params["output"]["kernel"]
 
 
 def reference_budgets(params: Params, config: ModelConfig, h: Float[np.ndarray, "L d"]) -> Float[np.ndarray, "L"]:
-    """B b_i of one row: beta exp(s_i) over the running mean of exp(s) (decision 21)."""
-    importance = h @ params["importance"] / h.shape[-1] ** 0.5
-    if config.aamoe.budget.importance == "bounded":
+    """B b_i: beta exp(s_i) over the mean of exp(s), of all tokens or of those so far (decision 21)."""
+    layer, importance = config.aamoe.budget, h @ params["importance"] / h.shape[-1] ** 0.5
+    if layer.importance == "bounded":
         importance = np.log(2) * np.tanh(importance / np.log(2))
-    weight = np.exp(importance)
-    return config.betas[0] * weight / (np.cumsum(weight) / np.arange(1, len(weight) + 1))
+    weight = np.exp(np.zeros_like(importance) if layer.importance == "uniform" else importance)
+    mean = np.cumsum(weight) / np.arange(1, len(weight) + 1)
+    return config.betas[0] * weight / (weight.mean() if layer.normalizer == "row" else mean)
+
+
+def reference_granted(config: ModelConfig, budget: Float[np.ndarray, "L"]) -> Int[np.ndarray, "L"]:
+    """B_i: what a token may spend of its budget's floor, and of what the cap leaves over (decision 23)."""
+    layer, granted = config.aamoe, np.zeros(len(budget), int)
+    for i, real in enumerate(budget):
+        wanted = int(np.floor(real + 1e-4))
+        if layer.budget.expert_share is not None:
+            wanted = min(wanted, layer.max_resources or wanted)
+        elif layer.budget.expert_price == 1 and layer.budget.distance_price == 0:  # or prices are what it pays for
+            wanted = min(wanted, most_resources(config, i))
+        if layer.budget.normalizer == "prefix":
+            allowance = int(np.floor(config.betas[0] * (i + 1) + 1e-4)) + layer.budget.slack
+            wanted = min(wanted, allowance - granted[:i].sum())
+        granted[i] = wanted
+    return granted
+
+
+def most_resources(config: ModelConfig, i: int) -> int:
+    """How many resources there are for token i; at most K_max."""
+    layer = config.aamoe
+    chunks = i // layer.chunk_size if layer.context == "routed" else 0
+    there = chunks + layer.num_experts + (layer.local != "none")
+    return min(there, layer.max_resources or there)
+
+
+def allocated(
+    config: ModelConfig, score: dict[Resource, float], i: int, budget: float, granted: int
+) -> list[tuple[Resource, float]]:
+    """R_i, best first, and log P of each: eq 8, 10-15."""
+    layer, order = config.aamoe, ranked(config, score, i)
+    if layer.null_slot == "learned" or layer.signal == "separate":
+        score = log_choice(config, {name: score[name] for name in order})
+        order = ranked(config, score, i)  # chunks and experts that are normalised apart change places
+    share = layer.budget.expert_share
+    if share is None:
+        cost, given = 0.0, []
+        for name in order[: most_resources(config, i)]:
+            cost += price(config, name, i)
+            if cost <= granted + 1e-4:
+                given.append((name, log_sigmoid(budget - cost) + score[name]))
+        return given
+    first = layer.local in ("window", "chunk")
+    for_experts = min(int(share * granted + 1e-4), max(granted - first, 0))
+    context = [name for name in order if name[0] != "expert"][: granted - for_experts]
+    experts = [name for name in order if name[0] == "expert"][:for_experts]
+    return [
+        (name, log_sigmoid(part * budget - k) + score[name])
+        for part, names in ((1 - share, context), (share, experts))
+        for k, name in enumerate(names, start=1)
+    ]
+
+
+def price(config: ModelConfig, resource: Resource, i: int) -> float:
+    """What a resource costs token i (AA-39)."""
+    (kind, j), budget = resource, config.aamoe.budget
+    if kind == "expert":
+        return budget.expert_price
+    back = i // config.aamoe.chunk_size - j
+    return 1.0 + budget.distance_price * np.log2(back) if kind == "chunk" else 1.0
+
+
+def log_choice(config: ModelConfig, score: dict[Resource, float]) -> dict[Resource, float]:
+    """r - log sum_l exp(r_il) over all that is available (eq 14), or over its own kind (`signal = separate`). Of pooled
+    scores exp(r) adds up to 1 as it is, the local resource aside."""
+    if config.aamoe.signal == "separate":
+        kinds = [[name for name in score if (name[0] == "expert") is expert] for expert in (False, True)]
+    else:
+        kinds = [[]] if config.aamoe.router == "pooled" else [list(score)]
+    result = dict(score)
+    for names in kinds:
+        total = sum(np.exp(score[name]) for name in names)
+        result |= {name: score[name] - np.log(total) for name in names}
+    return result
 
 
 def learned_scores(params: Params, config: ModelConfig, h: Float[np.ndarray, "L d"], i: int) -> dict[Resource, float]:
     """Eq 4: r of token i for all completed chunks and experts, and for its own neighbourhood (decision 03)."""
     m, d, base = config.aamoe.chunk_size, config.d_model, config.rope_base
     router = params["router"]
+    if config.aamoe.router_input == "causal_conv":
+        h = convolved(router["convolution"]["kernel"], h)
     route, score = h[i] @ router["context_kernel"], {}
-    for j in range(i // m):
+    for j in range(i // m if config.aamoe.context == "routed" else 0):
         end = (j + 1) * m - 1
-        score["chunk", j] = rotate(route, i, base) @ rotate(h[end], end, base) / d**0.5
-    for expert, embedding in enumerate(router["expert_embeddings"]):
+        at, to = (i, end) if config.aamoe.router == "learned" else (0, 0)
+        score["chunk", j] = rotate(route, at, base) @ rotate(h[end], to, base) / d**0.5
+    for expert, embedding in enumerate(router.get("expert_embeddings", ())):
         score["expert", expert] = embedding @ h[i] / d**0.5
+    if "expert_attention" in router:  # of numbers, one for each expert
+        query, key, value = (h[i] @ router["expert_attention"][name] for name in ("query", "key", "value"))
+        for expert, q in enumerate(query):
+            weight = np.exp(q * key - (q * key).max())
+            score["expert", expert] = weight @ value / weight.sum()
     return score | {("local", i // m): route @ h[i] / d**0.5}
 
 
@@ -113,6 +187,7 @@ def pooled_scores(
     rotated_query: Float[np.ndarray, "H k"],
     chunks: Float[np.ndarray, "j g H k"],
     experts: Float[np.ndarray, "E g H k"],
+    own: int,
 ) -> dict[Resource, float]:
     """r = log P(choose) from pooled keys (`pooled.py`): a softmax over all of them in every head, then the mean over
     heads; of the local resource 0.
@@ -128,7 +203,7 @@ def pooled_scores(
         for j, keys in enumerate(rows)
     }
     total = sum(weights.values())
-    return {name: np.log((weight / total).mean()) for name, weight in weights.items()} | {("local", len(chunks)): 0.0}
+    return {name: np.log((weight / total).mean()) for name, weight in weights.items()} | {("local", own): 0.0}
 
 
 def ranked(config: ModelConfig, score: dict[Resource, float], i: int) -> list[Resource]:
@@ -149,18 +224,34 @@ def tokens_of(config: ModelConfig, kind: str, j: int, i: int) -> list[int]:
     return [t for t in range(j * m, (j + 1) * m) if t <= (i - m if window else i)]
 
 
-def convolved(params: Params, config: ModelConfig, h: Float[np.ndarray, "L d"]) -> Float[np.ndarray, "L d"]:
-    """h, or a causal convolution of it (`AAMoEConfig.key_convolution`)."""
+def projected(
+    params: Params, config: ModelConfig, name: str, h: Float[np.ndarray, "L d"]
+) -> Float[np.ndarray, "L H k"]:
+    """Queries, keys or values, not rotated; heads that have theirs in common get copies."""
+    look_back = {"query": config.aamoe.query_convolution, "key": config.aamoe.key_convolution, "value": False}[name]
+    x = (convolved(params["convolution"]["kernel"], h) if look_back else h) @ params["qkv"][name]["kernel"]
+    x = normed(params, config, name, x.reshape(len(h), -1, config.head_dim))
+    return np.repeat(x, config.num_heads // x.shape[1], axis=1)
+
+
+def normed(params: Params, config: ModelConfig, name: str, x: Float[np.ndarray, "*n k"]) -> Float[np.ndarray, "*n k"]:
+    """QK-norm: RMSNorm of query and key heads, those of experts included."""
+    if config.qk_norm == "none" or name == "value":
+        return x
+    return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-6) * params["qkv"][f"{name}_norm"]["scale"]
+
+
+def convolved(kernels: Float[np.ndarray, "t d"], h: Float[np.ndarray, "L d"]) -> Float[np.ndarray, "L d"]:
+    """h_i + sum over s of w_s * h_{i-s}, channel by channel."""
     result = h.copy()
-    if config.aamoe.key_convolution:
-        for s, kernel in enumerate(params["convolution"]["kernel"], start=1):
-            result[s:] += kernel * h[:-s]
+    for s, kernel in enumerate(kernels, start=1):
+        result[s:] += kernel * h[:-s]
     return result
 
 
 def split(x: Float[np.ndarray, "*n d"], heads: int) -> Float[np.ndarray, "*n H k"]:
     """Vectors as heads."""
-    return x.reshape(*x.shape[:-1], heads, -1)
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
 def dot(a: Float[np.ndarray, "H k"], b: Float[np.ndarray, "H k"]) -> Float[np.ndarray, "H"]:
@@ -177,6 +268,11 @@ def rotate(x: Float[np.ndarray, "k"], position: int, base: float) -> Float[np.nd
     return np.concatenate([first * cos - second * sin, second * cos + first * sin])
 
 
-def rotate_heads(x: Float[np.ndarray, "d"], position: int, config: ModelConfig) -> Float[np.ndarray, "H k"]:
+def rotate_heads(x: Float[np.ndarray, "H k"], position: int, config: ModelConfig) -> Float[np.ndarray, "H k"]:
     """`rotate` of every head."""
-    return np.stack([rotate(head, position, config.rope_base) for head in split(x, config.num_heads)])
+    return np.stack([rotate(head, position, config.rope_base) for head in x])
+
+
+def log_sigmoid(x: float) -> float:
+    """log sigma(x)."""
+    return -np.logaddexp(0.0, -x)

@@ -20,6 +20,8 @@ from aamoe_jax.aamoe.cache import Cache
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import HIGHEST, RotaryTable, apply_rotary, split_heads
 from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.convolution import CausalConvolution
+from aamoe_jax.mixers.experts import AttentionScores
 from aamoe_jax.shards import RESOURCE, WHOLE, Shards
 
 Scores = tuple[Float[Array, "b n l"], Float[Array, "b n E"], Float[Array, "b n"]]
@@ -44,6 +46,9 @@ class Heads(NamedTuple):
 class LearnedRouter(nnx.Module):
     """r_ij = RoPE(W_c^T h_i, i) . RoPE(c_j, end of chunk j) / sqrt(d) for chunks of context, where c_j is the h of the
     chunk's last token; r_il = h_i . e_l / sqrt(d) for experts.
+
+    In place of h_i it may see a convolution over h_i and the tokens before (UNI-10); and score the experts of a token
+    by attention among them (UNI-09).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -52,8 +57,11 @@ class LearnedRouter(nnx.Module):
         embeddings = jax.random.normal(rngs.params(), (config.aamoe.num_experts, width))
         self.config = config
         self.context_kernel = nnx.Param(kernel, axes=("storage_float32", None))
-        if config.aamoe.num_experts:
+        among = config.aamoe.num_experts and config.aamoe.expert_router == "attention"
+        self.expert_attention = AttentionScores(width, config.aamoe.num_experts, rngs=rngs) if among else None
+        if config.aamoe.num_experts and not among:
             self.expert_embeddings = nnx.Param(embeddings, axes=("resources", "storage_float32"))
+        self.convolution = CausalConvolution(width) if config.aamoe.router_input == "causal_conv" else None
         self.rotary = config.aamoe.router == "learned"
 
     def scores(self, h: Float[Array, "b n d"], heads: Heads, chunks: Bool[Array, "b s l"], context: Context) -> Scores:
@@ -64,14 +72,19 @@ class LearnedRouter(nnx.Module):
         """
         del chunks  # a score depends on no other
         rotary, shards, m = context.rotary(self.config), context.shards, self.config.aamoe.chunk_size
+        attending = heads.h
+        if self.convolution:
+            attending = self.convolution(attending, context)
+            h = context.move(attending, "attending", "here")
         query, experts, local = self.project(h, rotary.tokens, shards)
-        keys = self.chunk_keys(shards.gather(heads.h[:, m - 1 :: m], RESOURCE), rotary.ends)
+        keys = self.chunk_keys(shards.gather(attending[:, m - 1 :: m], RESOURCE), rotary.ends)
         return jnp.einsum("bid,bjd->bij", query, keys, precision=HIGHEST), experts, local
 
     def page_keys(self, heads: Heads, context: Context) -> Float[Array, "b l H k"]:
         """What the chunks of a prompt are scored by, in heads."""
         m = self.config.aamoe.chunk_size
-        keys = self.chunk_keys(heads.h[:, m - 1 :: m], context.rotary(self.config).ends)
+        h = self.convolution(heads.h, context) if self.convolution else heads.h
+        keys = self.chunk_keys(h[:, m - 1 :: m], context.rotary(self.config).ends)
         return split_heads(keys, self.config.head_dim)
 
     def expert_keys(self, keys: Float[Array, "E m H k"]) -> Float[Array, "0 1 H k"]:
@@ -85,6 +98,7 @@ class LearnedRouter(nnx.Module):
         del heads, chunks
         rotary, size = context.rotary(self.config).tokens, self.config.head_dim
         page = context.positions // self.config.aamoe.chunk_size
+        h = self.convolution.decode(h, cache.before)[0] if self.convolution else h
         cache = cache.write_router_key(page, split_heads(self.chunk_keys(h, rotary), size))
         query, experts, local = self.project(h, rotary)
         return (cache.chunk_scores(split_heads(query, size)).sum((1, 3))[:, None], experts, local), cache
@@ -110,6 +124,8 @@ class LearnedRouter(nnx.Module):
         query = apply_rotary(query, rotary) if self.rotary else query
         if not self.config.aamoe.num_experts:
             return query, jnp.zeros((*h.shape[:-1], 0)), local
+        if self.expert_attention:
+            return query, self.expert_attention(h), local
         # Every token scores all experts: of each it takes one vector, m times less than its keys.
         embeddings = shards.gather(self.expert_embeddings[...], RESOURCE, 0)
         return query, scale * jnp.matmul(h, embeddings.T, precision=HIGHEST), local

@@ -31,9 +31,11 @@ def model_config(**changes) -> ModelConfig:
 def layer_of(config: ModelConfig, *, seed: int = 0, importance: float = 1.0) -> AAMoELayer:
     """A layer whose budgets differ from token to token (w_B starts at 0, which makes them all equal)."""
     layer = AAMoELayer(config, rngs=nnx.Rngs(seed))
-    if config.aamoe.key_convolution:  # which starts at 0
-        kernel = layer.convolution.kernel
-        kernel[...] = 0.5 * jax.random.normal(jax.random.key(seed + 200), kernel.shape)
+    convolutions = [layer.convolution] if config.aamoe.key_convolution else []
+    convolutions += [layer.router.convolution] if config.aamoe.router_input == "causal_conv" else []
+    for index, convolution in enumerate(convolutions):  # which start at 0
+        kernel = convolution.kernel
+        kernel[...] = 0.5 * jax.random.normal(jax.random.key(seed + 200 + index), kernel.shape)
     layer.importance[...] = importance * jax.random.normal(jax.random.key(seed + 100), layer.importance.shape)
     return layer
 
@@ -60,6 +62,18 @@ def gradients(layer: nnx.Module, h: jax.Array, context: Context) -> tuple[jax.Ar
     graphdef, params = nnx.split(layer)
     loss = lambda params, h: (padded(nnx.merge(graphdef, params), h, context)[0] ** 2).sum()  # noqa: E731
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, h)
+
+
+def output_and_gradients(layer: nnx.Module, h: jax.Array, context: Context) -> tuple[jax.Array, tuple]:
+    """The layer's output, and the gradients of its sum of squares to parameters and input: compiled once."""
+    graphdef, params = nnx.split(layer)
+
+    def loss(params, h):
+        output = padded(nnx.merge(graphdef, params), h, context)[0]
+        return (output**2).sum(), output
+
+    found, output = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, h)
+    return output, found
 
 
 def inputs(rows: int, length: int, *, seed: int = 0, width: int = D) -> jax.Array:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from aamoe_jax.aamoe.allocation import Candidates, OneBudget, Prices, Ranking, afford, pay
+from aamoe_jax.aamoe.allocation import Candidates, OneBudget, Price, Prices, Ranking, afford, pay
 from aamoe_jax.aamoe.budget import UNBOUNDED, Budget
 from aamoe_jax.config import BudgetConfig, ConfigError
 from tests.aamoe.helpers import E, M, apply, context_of, inputs, layer_of, model_config
@@ -127,7 +127,7 @@ class TestAA39:
         choice = Candidates(scores, available, None, own, available.sum(-1), 3, 5, UNBOUNDED, False)
         budget = jnp.asarray(random.uniform(0, 6, (2, 9)), jnp.float32)
         count = jnp.minimum(jnp.floor(budget).astype(jnp.int32), 5)
-        priced, plain = (how(choice, Budget(budget, count, count)) for how in (Prices(1.0), OneBudget()))
+        priced, plain = (how(choice, Budget(budget, count, count)) for how in (Prices(Price()), OneBudget()))
         jax.tree.map(np.testing.assert_array_equal, priced, plain)
 
     @pytest.mark.parametrize("most", [None, 4])
@@ -143,8 +143,23 @@ class TestAA39:
         spent = float(dear["pairs_local"] + dear["pairs_context"] + 3 * dear["pairs_expert"])
         assert spent <= float(dear["capacity"]) + model_config().aamoe.budget.slack
 
+    def test_distance_makes_a_chunk_dearer(self):
+        config = model_config(importance="uniform", beta=4.0, num_experts=0, distance_price=0.5, slack=0)
+        allocation, _ = allocated(config)
+        chunks = np.asarray(allocation.resource[0])
+        for i in range(LENGTH):
+            given = chunks[i, : int(allocation.count[0, i])]
+            assert given[0] == i // M  # the window
+            prices = 1 + 0.5 * np.log2(np.maximum(i // M - given, 1))
+            assert prices.sum() <= 4.0 + 1e-4
+            rest = 4.0 - prices.sum()
+            assert rest < 1 + 0.5 * np.log2(max(i // M, 1)) or len(given) == 1 + i // M
+        assert int(allocation.count[0, -1]) < 4
+
     def test_refusals_name_the_field(self):
         with pytest.raises(ConfigError, match=r"BudgetConfig.expert_price = 0.5: must be a number of at least 1"):
             BudgetConfig(expert_price=0.5)
+        with pytest.raises(ConfigError, match=r"BudgetConfig.distance_price = -1.0: must be a number of at least 0"):
+            BudgetConfig(distance_price=-1.0)
         with pytest.raises(ConfigError, match=r"must be 1 where experts have a share of their own"):
             BudgetConfig(expert_price=2.0, expert_share=0.5)

@@ -8,12 +8,26 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from aamoe_jax.aamoe.reference import reference_budgets, reference_layer
+from aamoe_jax.aamoe.layer import AAMoELayer
+from aamoe_jax.aamoe.reference import allocated, learned_scores, reference_budgets, reference_granted, reference_layer
 from aamoe_jax.layers import apply_rotary, merge_heads
 from aamoe_jax.mixers.all_attention import joint_attention
 from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.base import Context, causal_mask
-from tests.aamoe.helpers import HEADS, D, E, M, apply, context_of, gradients, inputs, layer_of, model_config, padded
+from tests.aamoe.helpers import (
+    HEADS,
+    D,
+    E,
+    M,
+    apply,
+    context_of,
+    gradients,
+    inputs,
+    layer_of,
+    model_config,
+    output_and_gradients,
+    padded,
+)
 from tests.compiling import AS_USERS_DO
 
 LOCALS = ("window", "chunk", "routed", "none")
@@ -24,17 +38,21 @@ def float64(tree):
     return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
 
 
-ROUTERS = [(local, {}) for local in LOCALS] + [
-    (local, {"router": "pooled", "pooled_keys": count, "key_convolution": count > 1, "query_convolution": count == 2})
-    for local, count in (("window", 2), ("chunk", 1), ("none", M))
+ROUTERS = [
+    *((local, {}) for local in LOCALS),
+    ("chunk", {"router_input": "causal_conv", "expert_router": "attention"}),
+    *(
+        (local, {"router": "pooled", "pooled_keys": n, "key_convolution": n > 1, "query_convolution": n == 2})
+        for local, n in (("window", 2), ("chunk", 1), ("none", M))
+    ),
 ]
 """Every local resource under the learned router, and under pooled keys all that these allow."""
 
 
-@pytest.mark.parametrize("normalizer", ["row", "prefix"])
 @pytest.mark.parametrize(("local", "router"), ROUTERS, ids=str)
-def test_layer_is_section_2_2(local, router, normalizer):
-    config = model_config(local=local, normalizer=normalizer, qk_norm="none", **router)
+def test_layer_is_section_2_2(local, router):
+    """Under row budgets; the next test has all others."""
+    config = model_config(local=local, normalizer="row", qk_norm="none", **router)
     layer = layer_of(config)
     h = inputs(1, 4 * M)
     context = dataclasses.replace(context_of(config, 1, 4 * M), detail="tokens")
@@ -42,33 +60,69 @@ def test_layer_is_section_2_2(local, router, normalizer):
     budget, count = np.asarray(statistics["budget"][0], np.float64), np.asarray(statistics["spent"][0])
     assert len(set(count.tolist())) > 3, "budgets should differ, or the test shows little"
     params = float64(nnx.to_pure_dict(nnx.state(layer)))
-    if normalizer == "prefix":
-        np.testing.assert_allclose(budget, reference_budgets(params, config, float64(h[0])), rtol=1e-5)
-    expected = reference_layer(params, config, float64(h[0]), budget, count)
-    np.testing.assert_allclose(output[0], expected, atol=2e-5)
+    np.testing.assert_allclose(budget, reference_budgets(params, config, float64(h[0])), rtol=1e-5)
+    np.testing.assert_allclose(output[0], reference_layer(params, config, float64(h[0])), atol=2e-5)
 
 
-@pytest.mark.parametrize("importance", ["learned", "bounded"])
-@pytest.mark.parametrize(("local", "router"), ROUTERS, ids=str)
-def test_gradients_are_differences_of_section_2_2(local, router, importance):
-    """Along a random direction of h and all parameters at once, and along each alone: router, budget, and what they
-    send to h, to chunks that were not read, and to experts (AA-22)."""
-    config = model_config(local=local, qk_norm="none", importance=importance, **router)
-    layer, h = layer_of(config), inputs(1, 4 * M)
-    context = dataclasses.replace(context_of(config, 1, 4 * M), detail="tokens")
-    count = np.asarray(apply(layer, h, context)[1]["spent"][0])
-    _, (gradient, slope_h) = gradients(layer, h, context)
+OPTIONS: dict[str, dict] = {
+    "null slot": {"null_slot": "learned"},
+    "null slot, pooled": {"null_slot": "learned", "router": "pooled", "local": "chunk"},
+    "null slot, no local": {"null_slot": "learned", "local": "none"},
+    "prices": {"expert_price": 1.5, "beta": 5.0},
+    "prices by distance": {"distance_price": 0.7, "local": "chunk", "importance": "bounded"},
+    "prices, K_max": {"expert_price": 2.0, "beta": 6.0, "max_resources": 3, "null_slot": "learned"},
+    "shares": {"expert_share": 0.3, "beta": 5.0, "local": "routed"},
+    "shares, K_max": {"expert_share": 0.45, "beta": 7.0, "max_resources": 6, "router": "pooled"},
+    "K_max": {"max_resources": 3, "slack": 2, "importance": "bounded"},
+    "separate": {"signal": "separate", "null_slot": "learned", "slack": 3},
+    "separate, pooled": {"signal": "separate", "router": "pooled", "key_convolution": True, "importance": "bounded"},
+    "row": {"normalizer": "row", "qk_norm": "rms", "num_kv_heads": 2, "router": "pooled", "null_slot": "learned"},
+    "grouped": {"num_kv_heads": 1, "qk_norm": "rms", "router": "learned_nope", "local": "routed"},
+    "no experts": {"num_experts": 0, "qk_norm": "rms", "null_slot": "learned"},
+    "no context": {"context": "none", "local": "chunk", "qk_norm": "rms"},
+    "router looks back": {"router_input": "causal_conv", "key_convolution": True, "expert_router": "attention"},
+    "no bias": {"bias": "none", "importance": "uniform", "beta": 2.5},
+}
+"""What section 2.2 leaves open, and this project offers."""
+CASES = {
+    f"{local} {'-'.join(map(str, router.values()))}": {"local": local} | router for local, router in ROUTERS
+} | OPTIONS
+DOCUMENTS = ((0, 0, 3 * M), (0, 3 * M, 5 * M - 3), (1, 0, 5 * M))
+"""(row, first token, one past the last): one row is packed and ends in padding, which the other has none of."""
+
+
+def documents_of(params, config, h) -> np.ndarray:
+    """The definition of rows: every document by itself, and nothing for padding."""
+    output = np.zeros_like(h)
+    for row, start, stop in DOCUMENTS:
+        output[row, start:stop] = reference_layer(params, config, h[row, start:stop])
+    return output
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packed_rows_and_gradients_are_those_of_the_definition(name):
+    """Outputs; and the slope of a loss along a random direction of h and all parameters at once, and along each alone:
+    router, budget, and what they send to h, to chunks that were not read, and to experts (AA-22)."""
+    config = model_config(**{"qk_norm": "none", "kernel": "xla"} | CASES[name])
+    layer, h = layer_of(config), inputs(2, 5 * M)
+    if config.aamoe.null_slot == "learned":
+        layer.null_logit[...] = jax.random.normal(jax.random.key(6), layer.null_logit.shape)
+    segments = np.zeros((2, 5 * M), np.int32)
+    for document, (row, start, stop) in enumerate(DOCUMENTS, start=1):
+        segments[row, start:stop] = document
+    context = context_of(config, 2, 5 * M, segment_ids=jnp.asarray(segments))
+    output, (gradient, slope_h) = output_and_gradients(layer, h, context)
     at = float64((nnx.to_pure_dict(nnx.state(layer)), h))
     found = jax.tree.leaves(float64((nnx.to_pure_dict(gradient), slope_h)))
     leaves, structure = jax.tree.flatten(at)
     random = np.random.default_rng(0)
     directions = [random.normal(size=leaf.shape) for leaf in leaves]
+    np.testing.assert_allclose(output, documents_of(at[0], config, at[1]), atol=2e-5)
 
     def loss(step: float, chosen) -> float:
         moved = [x + step * d if i in chosen else x for i, (x, d) in enumerate(zip(leaves, directions, strict=True))]
         params, x = jax.tree.unflatten(structure, moved)
-        budget = reference_budgets(params, config, x[0])
-        return (reference_layer(params, config, x[0], budget, count) ** 2).sum()
+        return (documents_of(params, config, x) ** 2).sum()
 
     for chosen in [range(len(leaves)), *([index] for index in range(len(leaves)))]:
         wanted = (loss(1e-6, chosen) - loss(-1e-6, chosen)) / 2e-6
@@ -235,8 +289,9 @@ def test_packed_documents_do_not_see_each_other(local, budget):
     config = model_config(slack=3, local=local, normalizer="row" if budget.startswith("predictor") else "prefix")
     layer = layer_of(config, importance=3.0)
     if budget.startswith("predictor"):
-        layer.predictor.output_bias[...] = jnp.float32(2.0)
-        layer.predictor.output_kernel[...] = jax.random.normal(jax.random.key(5), layer.predictor.output_kernel.shape)
+        layer.predictor.output_bias[...] = jnp.float32(2.0)  # more than beta for most tokens
+        kernel = jax.random.normal(jax.random.key(5), layer.predictor.output_kernel.shape)
+        layer.predictor.output_kernel[...] = 0.3 * kernel
     segments = jnp.array([[1] * 2 * M + [2] * (M + 3) + [0] * (M - 3) + [3] * 2 * M])
     h, clipped = inputs(1, 6 * M), []
     packed = apply(layer, h, context_of(config, 1, 6 * M, segment_ids=segments, budget=budget))[0]
@@ -250,19 +305,22 @@ def test_packed_documents_do_not_see_each_other(local, budget):
 
 
 @pytest.mark.parametrize("kernel", ["reference", "xla"])
-def test_the_pair_bound_has_room_for_the_slack_of_every_document(kernel):
-    """Predictors that ask for all there is, in a row of documents of one chunk each."""
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_the_pair_bound_has_room_for_the_slack_of_every_document(scale, kernel):
+    """Predictors that ask for all there is, in a row of documents of one chunk each; and a budget scale."""
     config = model_config(beta=1.0, slack=3 * M, normalizer="row", kernel=kernel)
     layer = layer_of(config)
     layer.predictor.output_bias[...] = jnp.float32(100.0)
+    scaled = {"beta": jnp.float32(scale), "scale": jnp.float32(scale), "max_scale": scale}
     segments = jnp.repeat(jnp.arange(1, 7), M)[None]
     h = inputs(1, 6 * M)
     context = dataclasses.replace(
-        context_of(config, 1, 6 * M, segment_ids=segments, budget="predictor"), detail="tokens"
+        context_of(config, 1, 6 * M, segment_ids=segments, budget="predictor"), detail="tokens", **scaled
     )
     packed, about = apply(layer, h, context)
-    assert int(about["spent"].sum()) == 6 * (M + 3 * M)
-    alone = apply(layer, h[:, 5 * M :], context_of(config, 1, M, budget="predictor"))[0]
+    assert int(about["spent"].sum()) == 6 * M * (scale + 3)
+    one = dataclasses.replace(context_of(config, 1, M, budget="predictor"), **scaled)
+    alone = apply(layer, h[:, 5 * M :], one)[0]
     np.testing.assert_allclose(packed[:, 5 * M :], alone, atol=1e-5)
 
 
@@ -307,6 +365,43 @@ def test_statistics_count_what_was_given():
     assert float(statistics["expert_load"].sum()) == float(statistics["pairs_expert"])
     mass = sum(float(statistics[f"mass_{kind}"]) for kind in ("local", "context", "expert"))
     assert mass == pytest.approx(float((statistics["spent"] > 0).sum()), rel=1e-5)
+
+
+def test_a_budget_scale_above_one_raises_the_most_that_a_token_gets():
+    config = model_config(max_resources=2, importance="uniform", beta=2.0, slack=100)
+    for scale, most in ((0.5, 1), (1.0, 2), (1.5, 3), (2.0, 4)):
+        scaled = {"beta": 2.0 * scale, "scale": jnp.float32(scale), "max_scale": 2.0}
+        context = dataclasses.replace(context_of(config, 1, 3 * M), **scaled)
+        assert int(apply(layer_of(config), inputs(1, 3 * M), context)[1]["max_budget"]) == most
+        greedy = dataclasses.replace(context, beta=jnp.float32(4.0))  # wants more than K_max
+        assert int(apply(layer_of(config), inputs(1, 3 * M), greedy)[1]["max_budget"]) == max(2, most)
+
+
+@pytest.mark.parametrize("local", ["window", "none"])
+def test_probabilities_are_normalised(local):
+    """P(i, j) of eq 14, whatever the attention's bias leaves out (AA-20)."""
+    config = model_config(local=local)
+    layer, h = layer_of(config), inputs(1, 3 * M)
+    _, about = apply(layer, h, dataclasses.replace(context_of(config, 1, 3 * M), detail="resources"))
+    params, x = float64((nnx.to_pure_dict(nnx.state(layer)), h[0]))
+    budget = reference_budgets(params, config, x)
+    for i, granted in enumerate(reference_granted(config, budget)):
+        score = learned_scores(params, config, x, i)
+        whole = sum(np.exp(r) for (kind, _), r in score.items() if local == "window" or kind != "local")
+        wanted = [np.exp(p) / whole for _, p in allocated(config, score, i, budget[i], int(granted))]
+        np.testing.assert_allclose(about["probability"][0, i, : len(wanted)], wanted, rtol=1e-4)
+
+
+def test_parameters_start_as_they_should():
+    """Decision 29: experts and their embeddings as large as what they compete with; no budget differs."""
+    layer = layer_of(model_config(d_model=64, num_experts=32), importance=0.0)
+    sizes = {"expert_keys": 1, "expert_values": 1}
+    for name, size in sizes.items():
+        assert float(getattr(layer, name)[...].std()) == pytest.approx(size, rel=0.05)
+    assert float(layer.router.expert_embeddings[...].std()) == pytest.approx(1, rel=0.05)
+    assert float(layer.router.context_kernel[...].std()) == pytest.approx(64**-0.5, rel=0.05)
+    fresh = AAMoELayer(model_config(), rngs=nnx.Rngs(0))
+    assert not fresh.importance[...].any()
 
 
 def test_there_is_no_gate_beside_the_attention():

@@ -40,6 +40,8 @@ def test_every_mixer_decodes_as_it_was_trained(layer):
         {"router": "pooled", "pooled_keys": 1, "local": "none", "qk_norm": "none"},
         {"router": "pooled", "pooled_keys": M, "local": "chunk", "null_slot": "learned", "num_experts": 0},
         {"router": "pooled", "context": "none", "importance": "bounded"},
+        {"router_input": "causal_conv", "expert_router": "attention"},
+        {"router_input": "causal_conv", "key_convolution": True, "distance_price": 0.5},
         {"max_resources": 2},
         {"slack": 0, "beta": 0.7},
         {"normalizer": "row"},

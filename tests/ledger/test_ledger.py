@@ -59,6 +59,10 @@ def test_dec_13_14_the_compiler_agrees(name):
         ("aamoe", {"aamoe": dataclasses.replace(CONFIG.aamoe, router="pooled")}),
         ("aamoe", {"aamoe": dataclasses.replace(CONFIG.aamoe, key_convolution=True)}),
         ("aamoe", {"aamoe": dataclasses.replace(CONFIG.aamoe, key_convolution=True, query_convolution=True)}),
+        (
+            "aamoe",
+            {"aamoe": dataclasses.replace(CONFIG.aamoe, expert_router="attention", router_input="causal_conv")},
+        ),
         ("approximate", {"num_kv_heads": 2}),
         ("random_qk", {"num_kv_heads": 2}),
     ],
@@ -86,7 +90,8 @@ def test_dec_14_in_bfloat16_with_groups_of_heads(name):
 def test_dec_15_cache_bytes_are_those_of_the_arrays(name):
     """To the byte, in bfloat16, with groups of heads, at a length that is no multiple of anything."""
     own = MoEConfig(router_input="causal_conv"), FilteredAttentionConfig(capacity=0.3)
-    config = dataclasses.replace(SMALL, own=(*SMALL.own, *own))
+    aamoe = dataclasses.replace(SMALL.aamoe, router_input="causal_conv", key_convolution=True)
+    config = dataclasses.replace(SMALL, aamoe=aamoe, own=(*SMALL.own, *own))
     trial = Trial(name, config)
     arrays = trial.cache_shapes(3, 101)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))

@@ -29,6 +29,11 @@ class Rows(NamedTuple):
         random = np.random.default_rng({"random_qk": 12, "fixed_qk": 13}[name])
         return random.normal(size=(1, self.positions.shape[1], config.d_model)).astype(np.float32)
 
+    def padded(self, multiple: int) -> "Rows":
+        """With padding behind them, so that they are whole chunks."""
+        extra = ((0, 0), (0, -self.positions.shape[1] % multiple))
+        return Rows(*(np.pad(x, extra) for x in self))
+
     def context(self, config: ModelConfig) -> Context:
         """For the mixers of the library."""
         streams = {name: jnp.asarray(self.fixed(name, config)) for name in ("random_qk", "fixed_qk")}
@@ -36,7 +41,7 @@ class Rows(NamedTuple):
             jnp.asarray(self.segment_ids),
             jnp.asarray(self.positions),
             "prefix",
-            1.0,
+            config.betas[0],
             embedded=jnp.asarray(self.embedded(config)),
             fixed=FixedStreams(streams, streams),
         )

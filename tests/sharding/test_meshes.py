@@ -125,7 +125,10 @@ class TestEveryKindOfLayer:
     def test_routed_own_chunk_beside_dense_mixers(self, tmp_path):
         bindings = (
             "AAMoEConfig.local = 'routed'",
+            "AAMoEConfig.router_input = 'causal_conv'",
+            "AAMoEConfig.expert_router = 'attention'",
             "AAMoEConfig.max_resources = 3",
+            "BudgetConfig.distance_price = 0.3",
             "BudgetConfig.expert_price = 1.5",
             "ModelConfig.embedding = 'tied'",
         )
