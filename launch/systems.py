@@ -1,4 +1,4 @@
-"""Lists the mechanisms of the papers: which are built, held by a test, reachable and measured.
+"""Lists the mechanisms of the papers: built, held by a test, reachable and measured.
 
   aamoe systems
   aamoe systems --output=experiments/results/systems.md

@@ -42,7 +42,11 @@ def runs(tmp_path_factory) -> dict[str, str]:
         split: [(f"{split}/0", f"{split} ".encode() + TEXT[:150])] for split in ("train", "validation", "test")
     }
     data = prepared(folder / "data", documents, seq_len=SEQ_LEN)
-    models = {"aamoe": model_config(num_layers=1, kernel="reference"), "dense": model_config("parallel", num_layers=1)}
+    models = {
+        "aamoe": model_config(num_layers=1, kernel="reference"),
+        "dense": model_config("parallel", num_layers=1),
+        "experts": model_config("moe", num_layers=1),
+    }
     return {name: str(saved_run(folder / name, model, data)) for name, model in models.items()}
 
 
@@ -116,8 +120,10 @@ def test_dec_17_indicators_of_the_maps_of_a_passage(flags, runs, tmp_path, capsy
     found = dict(zip(names.split(), row.split(), strict=True))
     assert (found["layer"], found["mixer"]) == ("0", "parallel")
     assert 0 < float(found["entropy"]) < np.log(12)
+    flags(text=str(tmp_path / "a.txt"), maps=True)
+    assert capsys.readouterr().out.splitlines()[-1].split()[:2] == ["0", "aamoe"]
     with pytest.raises(ConfigError, match="no mixer of it has an attention map"):
-        flags(text=str(tmp_path / "a.txt"), maps=True)
+        flags(checkpoint=runs["experts"], text=str(tmp_path / "a.txt"), maps=True)
 
 
 def test_what_cannot_work_is_one_line(flags, runs, tmp_path):
