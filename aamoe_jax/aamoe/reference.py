@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from aamoe_jax.config import AAMoEConfig, ModelConfig
+from aamoe_jax.mixers.weighted_sum import everything, weighted_sum
 
 Params = dict[str, Any]
 """Parameters of one layer, `nnx.to_pure_dict(nnx.state(layer))`, as float64."""
@@ -49,23 +50,26 @@ def reference_layer(params: Params, config: ModelConfig, h: Float[np.ndarray, "L
             score = pooled_scores(query[i], rotated_query[i], chunks[:completed], experts, i // layer.chunk_size)
         else:
             score = learned_scores(params, config, h, i)
-        logits, seen = [], []
+        neurons: list[tuple[Any, ...]] = []  # the query as it meets the key, the key, its value, its bias
         for (kind, j), log_p in allocated(config, score, i, budget[i], int(granted[i])):
-            bias = log_p if layer.bias == "log_prob" else 0.0
+            bias = np.full(heads, log_p if layer.bias == "log_prob" else 0.0)
             if kind == "expert":  # verbatim: neither projected nor rotated
-                logits += [dot(query[i], key) / config.head_dim**0.5 + bias for key in expert_keys[j]]
-                seen += list(expert_values[j])
+                rows = zip(expert_keys[j], expert_values[j], strict=True)
+                neurons += [(query[i], key, value, bias) for key, value in rows]
             else:
-                tokens = tokens_of(config, kind, j, i)
-                logits += [dot(rotated_query[i], keys[t]) / config.head_dim**0.5 + bias for t in tokens]
-                seen += [values[t] for t in tokens]
-        if not seen:
+                neurons += [(rotated_query[i], keys[t], values[t], bias) for t in tokens_of(config, kind, j, i)]
+        if not neurons:
             continue  # the token bypasses the layer (AA-26)
         if layer.null_slot == "learned":
-            logits.append(params["null_logit"])
-            seen.append(np.zeros_like(seen[0]))
-        attention = np.exp(np.array(logits) - np.max(logits, axis=0))
-        output[i] = np.einsum("nh,nhk->hk", attention / attention.sum(0), np.array(seen))
+            zero = np.zeros_like(query[i])
+            neurons.append((zero, zero, zero, params["null_logit"]))
+        output[i] = weighted_sum(
+            [np.array(x) for x in zip(*neurons, strict=True)],
+            scores=lambda found: dot(found[0], found[1]) / config.head_dim**0.5 + found[3],
+            selection=everything,  # of what the budget bought
+            coefficients=lambda scores, _: softmax(scores),
+            values=lambda found: found[2],
+        )
     return output.reshape(h.shape) @ params["output"]["kernel"]
 
 
@@ -254,9 +258,15 @@ def split(x: Float[np.ndarray, "*n d"], heads: int) -> Float[np.ndarray, "*n H k
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
-def dot(a: Float[np.ndarray, "H k"], b: Float[np.ndarray, "H k"]) -> Float[np.ndarray, "H"]:
+def dot(a: Float[np.ndarray, "*n H k"], b: Float[np.ndarray, "*n H k"]) -> Float[np.ndarray, "*n H"]:
     """Head by head."""
-    return np.einsum("hk,hk->h", a, b)
+    return np.einsum("...hk,...hk->...h", a, b)
+
+
+def softmax(x: Float[np.ndarray, "n H"]) -> Float[np.ndarray, "n H"]:
+    """Over n, head by head."""
+    weights = np.exp(x - x.max(0))
+    return weights / weights.sum(0)
 
 
 def rotate(x: Float[np.ndarray, "k"], position: int, base: float) -> Float[np.ndarray, "k"]:

@@ -2,15 +2,19 @@
 
 Candidates are what a token may draw from; scores compare it with them; selection keeps some of these; coefficients f
 are made of the scores of what was kept; values g are what is summed. Every mixer says in its `weighted_sums` what its
-five are.
+five are, in words; `weighted_sum` is the form itself, for one token, and below it stand the layers that differ in
+nothing else: attention, All-Attention, a feed-forward layer, a mixture of experts. They are definitions, which the
+mixers are tested against (tests/mixers/test_weighted_sum.py); AA-MoE's (`aamoe/reference.py`) is written with it too.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 
@@ -22,6 +26,90 @@ class WeightedSum(NamedTuple):
     selection: str
     coefficients: str
     values: str
+
+
+def weighted_sum(
+    candidates: Any,
+    *,
+    scores: Callable[[Any], Any],
+    selection: Callable[[Any], Any],
+    coefficients: Callable[[Any, Any], Any],
+    values: Callable[[Any], Any],
+) -> Any:
+    """y = sum_j f_j g_j, of shape [*H, v], over n candidates of one token, as JAX or NumPy arrays (UNI-01).
+
+    Args:
+      candidates: arrays of n rows each: what the token may draw from.
+      scores: of candidates: [n, *H], in one head or in several.
+      selection: of scores: bool, which candidates the token draws from.
+      coefficients: f, of scores and selection: [n, *H], 0 for what was not selected.
+      values: g, of candidates: [n, *H, v].
+    """
+    found = scores(candidates)
+    return (coefficients(found, selection(found))[..., None] * values(candidates)).sum(0)
+
+
+def everything(scores: Any) -> Any:
+    """Selects all candidates: those with a score."""
+    return scores > -np.inf
+
+
+def attention(query: Float[Array, "k"], key: Float[Array, "n k"], value: Float[Array, "n v"]) -> Float[Array, "v"]:
+    """One head of a token that sees n tokens, itself among them (UNI-02)."""
+    return weighted_sum(
+        (key, value),
+        scores=lambda tokens: tokens[0] @ query * len(query) ** -0.5,
+        selection=everything,
+        coefficients=softmax_selected,
+        values=lambda tokens: tokens[1],
+    )
+
+
+def all_attention(
+    query: Float[Array, "2 k"],
+    key: Float[Array, "n k"],
+    value: Float[Array, "n v"],
+    memory_key: Float[Array, "e k"],
+    memory_value: Float[Array, "e v"],
+) -> Float[Array, "v"]:
+    """Attention whose candidates are tokens and the rows of a memory (UNI-07).
+
+    Args:
+      query: as it meets tokens, rotated, and as it meets the memory.
+    """
+    return weighted_sum(
+        (jnp.concatenate([key, memory_key]), jnp.concatenate([value, memory_value])),
+        scores=lambda rows: (
+            jnp.concatenate([rows[0][: len(key)] @ query[0], rows[0][len(key) :] @ query[1]]) * query.shape[1] ** -0.5
+        ),
+        selection=everything,
+        coefficients=softmax_selected,
+        values=lambda rows: rows[1],
+    )
+
+
+def feed_forward(x: Float[Array, "d"], key: Float[Array, "n d"], value: Float[Array, "n d"]) -> Float[Array, "d"]:
+    """A feed-forward layer with ReLU: candidates are hidden units, of which those that x activates are selected."""
+    return weighted_sum(
+        (key, value),
+        scores=lambda units: units[0] @ x,
+        selection=lambda scores: scores > 0,
+        coefficients=lambda scores, chosen: jnp.where(chosen, scores, 0),
+        values=lambda units: units[1],
+    )
+
+
+def mixture(
+    x: Float[Array, "d"], router: Float[Array, "d E"], key: Float[Array, "E d w"], value: Float[Array, "E w d"], k: int
+) -> Float[Array, "d"]:
+    """A mixture of experts: the k best, by a softmax over their scores (UNI-03)."""
+    return weighted_sum(
+        (router.T, key, value),
+        scores=lambda experts: experts[0] @ x,
+        selection=lambda scores: top_selected(scores, k),
+        coefficients=softmax_selected,
+        values=lambda experts: jax.vmap(lambda K, V: feed_forward(x, K.T, V))(*experts[1:]),
+    )
 
 
 def head_scores(query: Float[Array, "b q H k"], key: Float[Array, "b n G k"]) -> Float[Array, "b H q n"]:
