@@ -133,6 +133,11 @@ def rebound(config: ExperimentConfig, values: dict[str, Any]) -> ExperimentConfi
     return _compose(ExperimentConfig, _flatten(config) | values)
 
 
+def value_of(config: ExperimentConfig, field: str) -> Any:
+    """The value of a field, by its full name; None where there is no such field."""
+    return _flatten(config).get(field)
+
+
 def describe(hint: Any) -> str:
     """A type as a reader of gin files thinks of it: choices are spelt out, `Literal` and `Union` are not mentioned."""
     arguments = get_args(hint)

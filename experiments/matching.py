@@ -1,6 +1,6 @@
 """Makes two experiments of similar size: equal active FLOPs per token, or equal parameters (AA-32, decision 36).
 
-One field of the second experiment is changed until it is within 1 % of the first, or it is said why that cannot be.
+Fields of the second experiment are changed until it is within 1 % of the first, or it is said why that cannot be.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aamoe_jax.cost import parameter_count
 from aamoe_jax.markdown import table
 from aamoe_jax.model import LanguageModel
 from aamoe_jax.preflight.closed_form import spent_flops
-from experiments.binding import bindable_fields, did_you_mean, rebound
+from experiments.binding import bindable_fields, did_you_mean, rebound, value_of
 
 Equal = Literal["flops", "parameters"]
 Number = Any
@@ -40,8 +40,10 @@ class Match(NamedTuple):
     """An experiment that was made to match."""
 
     config: ExperimentConfig
-    field: str
-    value: Number
+    values: dict[str, Number]
+    """Of the fields that were changed."""
+    ratio: float
+    """Its size, over the reference's."""
 
 
 def active_flops(config: ExperimentConfig, length: int) -> float:
@@ -54,35 +56,73 @@ def parameters(config: ExperimentConfig) -> int:
     return parameter_count(nnx.state(nnx.eval_shape(lambda: LanguageModel(config.model, rngs=nnx.Rngs(0)))))
 
 
-def match(reference: ExperimentConfig, other: ExperimentConfig, field: str, equal: Equal) -> Match:
-    """`other` with the value of `field` that makes it as big as the reference, within TOLERANCE.
+def match(
+    reference: ExperimentConfig,
+    other: ExperimentConfig,
+    fields: Sequence[str],
+    equal: Equal,
+    tolerance: float = TOLERANCE,
+) -> Match:
+    """`other` with values of `fields` that make it as big as the reference, within the tolerance.
 
     Args:
-      field: full name of a number with which `other` grows, such as `ModelConfig.d_ff`.
+      fields: full names of numbers with which `other` grows, such as `ModelConfig.d_ff`. Several of them grow together,
+        in the proportions that they have; where that does not come close enough, the last then moves alone.
 
     Raises:
-      ConfigError: there is no such value.
+      ConfigError: there are no such values.
     """
-    length = reference.data.seq_len
-    measure = parameters if equal == "parameters" else functools.partial(active_flops, length=length)
+    found = Match(other, {}, math.inf)
+    for field in fields:
+        _kind(field)
+    if len(fields) > 1:
+        own = {field: value_of(other, field) for field in fields}
+        first, *rest = (field for field in fields if own[field] is not None)  # None: it follows from another field
+
+        def together(value: Number) -> dict[str, Number]:
+            return {first: value} | {field: _kind(field)(value / own[first] * own[field]) for field in rest}
+
+        found = _closest(reference, other, first, together, equal)
+    if abs(found.ratio - 1) > min(tolerance, TOLERANCE):
+        try:
+            alone = _closest(reference, found.config, fields[-1], lambda value: {fields[-1]: value}, equal)
+            found = min(found, alone._replace(values=found.values | alone.values), key=lambda one: abs(one.ratio - 1))
+        except ConfigError:
+            if abs(found.ratio - 1) > tolerance:
+                raise
+    if abs(found.ratio - 1) > tolerance:
+        values = ", ".join(map(str, found.values.values()))
+        raise _refusal(
+            " and ".join(fields), f"the closest is {values}, with {found.ratio:.3f} times the {equal} of the reference"
+        )
+    return found
+
+
+def _closest(
+    reference: ExperimentConfig,
+    other: ExperimentConfig,
+    field: str,
+    values: Callable[[Number], dict[str, Number]],
+    equal: Equal,
+) -> Match:
+    """The best that can be found along `field`, on which the values of all that changes depend."""
+    measure = parameters if equal == "parameters" else functools.partial(active_flops, length=reference.data.seq_len)
     wanted = measure(reference)
 
     @functools.cache
     def ratio(value: Number) -> float:
-        return measure(rebound(other, {field: value})) / wanted
+        return measure(rebound(other, values(value))) / wanted
 
     @functools.cache
     def valid(value: Number) -> bool:
         try:
-            rebound(other, {field: value})
+            rebound(other, values(value))
         except ConfigError:
             return False
         return True
 
     value = _whole(ratio, valid, field) if _kind(field) is int else _real(ratio, valid, field)
-    if abs(ratio(value) - 1) > TOLERANCE:
-        raise _refusal(field, f"the closest is {value}, with {ratio(value):.3f} times the {equal} of the reference")
-    return Match(rebound(other, {field: value}), field, value)
+    return Match(rebound(other, values(value)), values(value), ratio(value))
 
 
 def _kind(field: str) -> type[int] | type[float]:
@@ -173,7 +213,8 @@ def _refusal(field: str, why: str) -> ConfigError:
 def comparison(names: Sequence[str], reference: ExperimentConfig, other: ExperimentConfig, found: Match) -> str:
     """The sizes of the reference and of the other, as it was and as it is, as a Markdown table."""
     length = reference.data.seq_len
-    entries = [(names[0], reference), (names[1], other), (f"{names[1]}, {found.field} = {found.value}", found.config)]
+    changed = ", ".join(f"{field} = {value}" for field, value in found.values.items())
+    entries = [(names[0], reference), (names[1], other), (f"{names[1]}, {changed}", found.config)]
     sizes = [(parameters(config), active_flops(config, length)) for _, config in entries]
     rows = [
         [name, f"{count:,}", f"{count / sizes[0][0]:.3f}", f"{flops:,.0f}", f"{flops / sizes[0][1]:.3f}"]

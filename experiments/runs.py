@@ -11,7 +11,7 @@ import json
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from aamoe_jax.evaluation.budget_use import budget_use
 from aamoe_jax.evaluation.perplexity import Evaluation, Evaluator, causal_budget
 from aamoe_jax.files import write_whole
 from aamoe_jax.model import Skipped, structure
-from aamoe_jax.training.checkpoints import load_checkpoint
+from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
 from aamoe_jax.training.interrupt import StoppedEarly
 from aamoe_jax.training.loop import DivergedError, train
 from aamoe_jax.training.metrics import read_metrics
@@ -37,6 +37,7 @@ BUDGET_BATCHES = 64
 """So many batches show which tokens get large budgets."""
 
 Result = dict[str, Any]
+Batch = dict[str, Int[np.ndarray, "b L"]]
 More = Callable[[ExperimentConfig, Evaluation, Int[np.ndarray, "L"]], Result]
 """(config, evaluation, targets at every position) -> what a comparison asks of a run beside what every one does."""
 
@@ -115,6 +116,44 @@ def run(
         result = json.loads(path.read_text())
         refuse_other_result(result, config, eval_batches, path)
         return result
+    train_whole(config, run_dir)
+    return keep(measure(run_dir, config, eval_batches, more, skipped), path)
+
+
+def validate(config: ExperimentConfig, run_dir: Path) -> float:
+    """Bits per byte on all of the validation split, by a run that is trained if it has not been: what choices such as a
+    learning rate may be made by.
+
+    Raises:
+      ConfigError: what lies in `run_dir` is of another experiment.
+      StoppedError: a signal stopped the training.
+    """
+    path = run_dir / "validation.json"
+    if path.exists():
+        result = json.loads(path.read_text())
+        refuse_other_result(result, config, 0, path)
+    else:
+        train_whole(config, run_dir)
+        evaluation = _evaluated(load_checkpoint(run_dir), config, "validation", 0, frozenset())[0]
+        ((dataset, _),) = config.data.mixture
+        about = {
+            "bits_per_byte": evaluation.bits_per_byte,
+            "documents": None,
+            "eval_batches": 0,
+            "corpus_digest": dataset_metadata(config.data, dataset)["corpus_digest"],
+            "config": to_dict(config),
+        }
+        result = keep(about, path)
+    return result["bits_per_byte"]
+
+
+def train_whole(config: ExperimentConfig, run_dir: Path) -> None:
+    """Trains to the last step, from the last checkpoint in `run_dir` on.
+
+    Raises:
+      ConfigError: what lies in `run_dir` is of another experiment.
+      StoppedError: a signal stopped the training.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     try:
         ended = train(config, run_dir, notes={"config.gin": operative_gin(config)})
@@ -122,7 +161,6 @@ def run(
         raise StoppedError(error.signal) from error
     if ended.interrupted is not None:
         raise StoppedError(ended.interrupted)
-    return keep(measure(run_dir, config, eval_batches, more, skipped), path)
 
 
 def keep(result: Result, path: Path) -> Result:
@@ -157,15 +195,9 @@ def measure(
 ) -> Result:
     """The result of a finished run: its newest checkpoint on the test split, under causal budgets."""
     checkpoint = load_checkpoint(run_dir)
+    evaluation, batches, tokenizer = _evaluated(checkpoint, config, "test", eval_batches, skipped)
+    inputs, budget = (structure(config.model, skipped), checkpoint.params), causal_budget(config.model)
     ((dataset, _),) = config.data.mixture
-    rows = config.training.batch_size // config.training.accumulate
-    source = evaluation_batches(config.data, dataset, split="test", batch_size=rows)
-    batches = [source[index] for index in range(min(eval_batches or len(source), len(source)))]
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    model, graphdef = config.model, structure(config.model, skipped)
-    inputs = (graphdef, checkpoint.params)
-    budget = causal_budget(model)
-    evaluation = Evaluator(graphdef, model, budget=budget)(checkpoint.params, batches, tokenizer.byte_lengths)
     budgets = budget_use(*inputs, batches[:BUDGET_BATCHES], budget=budget) if "spent" in evaluation.statistics else None
     counts = sum(batch["loss_mask"].sum(0) for batch in batches)
     speeds = [record["tokens_per_second"] for record in read_metrics(run_dir) if record["kind"] == "train"]
@@ -187,8 +219,21 @@ def measure(
     }
 
 
+def _evaluated(
+    checkpoint: Checkpoint, config: ExperimentConfig, split: str, eval_batches: int, skipped: frozenset[Skipped]
+) -> tuple[Evaluation, list[Batch], Tokenizer]:
+    """A checkpoint on the first batches of a split (0: on all of it), under causal budgets, and what it was made of."""
+    ((dataset, _),) = config.data.mixture
+    rows = config.training.batch_size // config.training.accumulate
+    source = evaluation_batches(config.data, dataset, split=split, batch_size=rows)
+    batches = [source[index] for index in range(min(eval_batches or len(source), len(source)))]
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    evaluate = Evaluator(structure(config.model, skipped), config.model, budget=causal_budget(config.model))
+    return evaluate(checkpoint.params, batches, tokenizer.byte_lengths), batches, tokenizer
+
+
 def by_document(
-    nll: Float[np.ndarray, "rows L"], batches: Sequence[Mapping[str, Int[np.ndarray, "b L"]]], tokenizer: Tokenizer
+    nll: Float[np.ndarray, "rows L"], batches: Sequence[Batch], tokenizer: Tokenizer
 ) -> list[tuple[float, int]]:
     """Nats and bytes of every document, in the order of the split."""
     tokens, targets, counts = (

@@ -3,23 +3,27 @@
     aamoe studies --study=hybrids --gin_file=quickstart.gin --steps=600 --seeds=0,1 \
         --output=experiments/results/hybrids
 
-Every variant of a study trains for the same steps on the same data, once per seed, and is evaluated on held-out text
-under causal budgets. A claim holds where it holds of the means over seeds and of the interval over documents; the table
-says so for each, and by how much.
+Every variant of a study trains for the same steps on the same data, once per seed, and is evaluated on the test split
+under causal budgets. All have as many parameters as the first, or (`--equal=flops`) as many active FLOPs a token. With
+`--learning_rates` every variant has the rate with which its first seed does best on the validation split.
+
+A claim holds where the 95 % interval over seeds and documents says so, of three seeds or more. Where all of it is
+within the margin there is no difference; where neither is so, the claim is open (experiments/judge.py).
+
 A run lies in WORK_DIR/STUDY/VARIANT-SEED: after an interruption the same command does what is left. Writes OUTPUT.json
 and OUTPUT.md.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 from absl import flags
-from scipy import stats
 
 from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.data import ensure_prepared
@@ -27,9 +31,10 @@ from aamoe_jax.evaluation.budget_use import UNEVEN
 from aamoe_jax.markdown import table
 from aamoe_jax.model import Skipped
 from experiments.binding import load_experiment
-from experiments.matching import TOLERANCE, active_flops, match, parameters
+from experiments.judge import FEWEST_SEEDS, MARGIN, Difference, difference
+from experiments.matching import TOLERANCE, Equal, active_flops, match, parameters
 from experiments.program import command_line, publish, start
-from experiments.runs import More, Result, comparison, require_one_dataset, run, seeds_of, with_training
+from experiments.runs import More, Result, comparison, require_one_dataset, run, seeds_of, validate, with_training
 
 FLAGS = flags.FLAGS
 
@@ -44,7 +49,7 @@ class Variant(NamedTuple):
     without: frozenset[Skipped] = frozenset()
     """What is left out in the evaluation."""
     matched: bool = True
-    """Whether it must have as many parameters as the first."""
+    """Whether it must be as big as the first."""
 
 
 class Claim(NamedTuple):
@@ -70,6 +75,8 @@ def stack(pattern: str, *bindings: str) -> Variant:
 
 
 STANDARD = "attention+feed_forward"
+WIDTH_TOLERANCE = 0.05
+"""A width is a multiple of the number of heads, and not all stacks have feed-forwards to close the gap."""
 SIGNALS = ("loss", "surprisal", "entropy")
 """What the size of budgets is correlated with."""
 ONE_TOKEN = "AAMoEConfig.key_convolution = False", "AAMoEConfig.query_convolution = False"
@@ -81,6 +88,15 @@ LEARNED = (
 )
 """The router of the paper, which has queries and keys of its own."""
 SEPARATE = stack("aamoe", "BudgetConfig.importance = 'uniform'", "BudgetConfig.expert_share = 0.5")
+BASELINES = {
+    "separate budgets": SEPARATE,
+    "context alone": stack("aamoe+feed_forward", "AAMoEConfig.num_experts = 0"),
+    "dense, parallel": stack("parallel"),
+    "All-Attention": stack("all_attention"),
+    "mixture of experts": stack("attention+moe"),
+    "Switch": stack("attention+switch"),
+    "Mixture of Depths": stack("even(parallel, mixture_of_depths)", "BudgetConfig.normalizer = 'row'"),
+}
 DECONSTRUCTED = ("mlp", "approximate", "non_approximate", "random_qk", "fixed_qk", "static_qk")
 
 
@@ -195,25 +211,40 @@ STUDIES: Mapping[str, Study] = {
             Claim("budgets should be bounded", "AA-MoE", "unbounded budgets"),
         ],
     ),
+    "main": Study(
+        "AA-MoE and what a user would pick instead",
+        {
+            "AA-MoE": stack("aamoe"),
+            **BASELINES,
+            "transformer": stack(STANDARD),
+            "uniform budgets": stack("aamoe", "BudgetConfig.importance = 'uniform'"),
+            "window and experts alone": stack("aamoe", "AAMoEConfig.context = 'none'"),
+            "a quarter standard": stack(f"quarter({STANDARD}, aamoe)"),
+            "half standard": stack(f"even({STANDARD}, aamoe)"),
+        },
+        [
+            Claim("AA-MoE is better than a transformer", "AA-MoE", "transformer"),
+            *(Claim(f"and than: {name}", "AA-MoE", name) for name in BASELINES),
+            Claim("tokens should not all get the same", "AA-MoE", "uniform budgets"),
+            Claim("routed context helps", "AA-MoE", "window and experts alone"),
+            Claim("a few standard layers help", "a quarter standard", "AA-MoE"),
+            Claim("a hybrid is better than a transformer", "a quarter standard", "transformer"),
+            Claim("half of them is better than a quarter", "half standard", "a quarter standard"),
+        ],
+    ),
     "compute": Study(
         "Perplexity against compute, at similar size (AA-33)",
         {
             "AA-MoE, beta 4": stack("aamoe"),
             "AA-MoE, beta 2": stack("aamoe", "BudgetConfig.beta = 2.0"),
             "AA-MoE, beta 8": stack("aamoe", "BudgetConfig.beta = 8.0"),
-            "separate budgets": SEPARATE,
-            "context alone": stack("aamoe+feed_forward", "AAMoEConfig.num_experts = 0"),
-            "dense": stack("parallel"),
-            "All-Attention": stack("all_attention"),
-            "mixture of experts": stack("attention+moe"),
-            "Switch": stack("attention+switch"),
-            "Mixture of Depths": stack("even(parallel, mixture_of_depths)", "BudgetConfig.normalizer = 'row'"),
+            **BASELINES,
         },
         [
             Claim("more compute, less loss", "AA-MoE, beta 8", "AA-MoE, beta 2"),
             Claim("one budget is better than two", "AA-MoE, beta 4", "separate budgets"),
             Claim("conditional parameters beside conditional context help", "AA-MoE, beta 4", "context alone"),
-            Claim("AA-MoE is better than a dense stack of its size", "AA-MoE, beta 4", "dense"),
+            Claim("AA-MoE is better than a dense stack of its size", "AA-MoE, beta 4", "dense, parallel"),
             Claim("AA-MoE is better than experts alone", "AA-MoE, beta 4", "mixture of experts"),
         ],
     ),
@@ -240,7 +271,10 @@ def define_flags() -> None:
     flags.DEFINE_multi_string("gin_file", [], "Path of a gin file, or the name of a shipped config. Repeat it.")
     flags.DEFINE_multi_string("gin_param", [], "One binding, such as 'ModelConfig.d_model = 128'. Repeat it.")
     flags.DEFINE_integer("steps", None, "Steps of every run; those of the config if not given.", lower_bound=1)
-    flags.DEFINE_list("seeds", ["0", "1"], "One run per seed and variant. A seed fixes parameters and order of data.")
+    flags.DEFINE_list("seeds", ["0", "1", "2"], "One run per seed and variant. It fixes parameters and order of data.")
+    flags.DEFINE_enum("equal", "parameters", get_args(Equal), "What all variants have as much of as the first.")
+    flags.DEFINE_list("learning_rates", [], "Every variant at the best of these; that of the config if not given.")
+    flags.DEFINE_float("margin", MARGIN, "Differences in bits per byte up to here are none.", lower_bound=0.0)
     flags.DEFINE_string("work_dir", "runs/studies", "Where the runs lie.")
     flags.DEFINE_string("output", None, "Path of the report without its suffix.", required=True)
     flags.DEFINE_integer("eval_batches", 0, "Batches of the test split to evaluate on; 0: all.", lower_bound=0)
@@ -260,7 +294,11 @@ def part_of(study: Study, names: Sequence[str]) -> Study:
 
 
 def configs(
-    study: Study, gin_files: Sequence[str], gin_params: Sequence[str], steps: int | None
+    study: Study,
+    gin_files: Sequence[str],
+    gin_params: Sequence[str],
+    steps: int | None,
+    equal: Equal = "parameters",
 ) -> dict[str, ExperimentConfig]:
     """The experiment of every variant, of the size of the first where it must be; seeds are set later.
 
@@ -271,15 +309,67 @@ def configs(
     for name, variant in study.variants.items():
         config = with_training(load_experiment(gin_files, [*gin_params, *variant.bindings]), steps=steps)
         require_one_dataset(config)
-        found[name] = _of_size(next(iter(found.values())), config) if found and variant.matched else config
+        found[name] = _of_size(next(iter(found.values())), config, equal) if found and variant.matched else config
     return found
 
 
-def _of_size(first: ExperimentConfig, other: ExperimentConfig) -> ExperimentConfig:
-    """The other with as many parameters as the first, within 1 %, by the width of its feed-forwards (decision 36)."""
+def _of_size(first: ExperimentConfig, other: ExperimentConfig, equal: Equal) -> ExperimentConfig:
+    """The other as big as the first: of parameters by the width of its feed-forwards, within 1 % (decision 36); of
+    FLOPs by the width of the model, within 5 %, and with it that of its feed-forwards, which closes the gap."""
+    if equal == "flops":
+        length = first.data.seq_len
+        if abs(active_flops(other, length) / active_flops(first, length) - 1) <= TOLERANCE:
+            return other
+        return match(first, other, ("ModelConfig.d_model", "ModelConfig.d_ff"), equal, WIDTH_TOLERANCE).config
     if abs(parameters(other) / parameters(first) - 1) <= TOLERANCE:
         return other
-    return match(first, other, "ModelConfig.d_ff", "parameters").config
+    return match(first, other, ("ModelConfig.d_ff",), equal).config
+
+
+def tuned(
+    study: Study, experiments: Mapping[str, ExperimentConfig], rates: Sequence[float], seed: int, work_dir: Path
+) -> dict[str, ExperimentConfig]:
+    """Every variant with the learning rate of `rates` that is best with this seed, on the validation split.
+
+    Raises:
+      ConfigError: a run in `work_dir` is of another experiment.
+      StoppedError: a signal stopped a run.
+    """
+    found = {}
+    for name, variant in study.variants.items():
+        tried = {}
+        for rate in rates:
+            config = with_learning_rate(experiments[name], rate)
+            print(f"== {name}, learning rate {rate:g}, seed {seed}", flush=True)
+            tried[rate] = validate(with_training(config, seed=seed), _folder(work_dir, name, variant, config, seed))
+            print(f"   {tried[rate]:.4f} bits per byte of the validation split", flush=True)
+        found[name] = with_learning_rate(experiments[name], min(tried, key=lambda rate: tried[rate]))
+    return found
+
+
+def with_learning_rate(config: ExperimentConfig, rate: float) -> ExperimentConfig:
+    """The experiment with another learning rate."""
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, learning_rate=rate))
+
+
+def rates_of(values: Sequence[str]) -> list[float]:
+    """The rates that --learning_rates lists.
+
+    Raises:
+      ConfigError: one is no positive number.
+    """
+    try:
+        rates = [float(value) for value in values]
+    except ValueError as error:
+        raise ConfigError(f"--learning_rates={','.join(values)}: give numbers with commas between") from error
+    if not all(0 < rate < np.inf for rate in rates):
+        raise ConfigError(f"--learning_rates={','.join(values)}: must be positive numbers")
+    return rates
+
+
+def _folder(work_dir: Path, name: str, variant: Variant, config: ExperimentConfig, seed: int) -> Path:
+    """Where a run lies."""
+    return work_dir / f"{(variant.trained_as or name).replace(' ', '_')}-{config.optimizer.learning_rate:g}-{seed}"
 
 
 def conduct(
@@ -290,7 +380,7 @@ def conduct(
     eval_batches: int,
     more: More | None = None,
 ) -> dict[str, list[Result]]:
-    """The results of every variant, one per seed.
+    """The results of every variant on the test split, one per seed.
 
     Raises:
       ConfigError: a run in `work_dir` is of another experiment.
@@ -301,8 +391,8 @@ def conduct(
     for seed in seeds:
         for name, variant in study.variants.items():
             print(f"== {name}, seed {seed}", flush=True)
-            folder = work_dir / f"{(variant.trained_as or name).replace(' ', '_')}-{seed}"
             config = with_training(experiments[name], seed=seed)
+            folder = _folder(work_dir, name, variant, config, seed)
             results[name].append(run(config, folder, eval_batches, more=more, skipped=variant.without))
     return results
 
@@ -315,28 +405,39 @@ def figure(results: Sequence[Result], name: str) -> float:
 
 
 def report(
-    study: Study, experiments: Mapping[str, ExperimentConfig], results: Mapping[str, Sequence[Result]], command: str
+    study: Study,
+    experiments: Mapping[str, ExperimentConfig],
+    results: Mapping[str, Sequence[Result]],
+    command: str,
+    rates: Sequence[float] = (),
+    margin: float = MARGIN,
 ) -> str:
-    """The study as Markdown: every variant with its size, then every claim with what was found."""
+    """The study as Markdown: every variant with its size, then every claim with what was found.
+
+    Args:
+      rates: the learning rates that were tried with every variant, if any.
+    """
     first_name, first = next(iter(results.items()))
     one, config = first[0], experiments[first_name]
     seeds = [f"seed {run['seed']}" for run in first]
-    sizes = [_size(experiments[name], runs, figure(first, "bits_per_byte")) for name, runs in results.items()]
+    sizes = [_size(experiments[name], runs, figure(first, "bits_per_byte"), rates) for name, runs in results.items()]
     parts = [
         f"# {study.title}",
         f"    {command}",
         f"{one['steps']} steps of {config.training.batch_size} x {config.data.seq_len} tokens, the same in the same "
         f"order for every variant; {one['evaluation']['tokens']:,} tokens of held-out text, causal budgets. FLOPs are "
         f"of a forward pass, in closed form, all budgets spent. Corpus {one['corpus_digest'][:16]}, "
-        f"JAX {one['versions']['jax']}, {one['device']}. Claims are of means over {len(first)} seeds; the interval is "
-        f"of that difference, by a bootstrap over the {len(one['documents'])} held-out documents.",
+        f"JAX {one['versions']['jax']}, {one['device']}. {_of_rates(rates)}",
         table(
-            ["variant", "parameters", "FLOPs a token", "tokens/s", "bits/byte", *seeds, "to first"],
+            ["variant", "parameters", "FLOPs a token", "learning rate", "tokens/s", "bits/byte", *seeds, "to first"],
             [[name, *cells] for name, cells in zip(results, sizes, strict=True)],
         ),
+        f"Differences are means over {len(first)} seeds, and their intervals a paired bootstrap over seeds and the "
+        f"{len(one['documents'])} held-out documents. Within {margin:g} bits per byte there is no difference; fewer "
+        f"than {FEWEST_SEEDS} seeds leave a claim open.",
         table(
-            ["claim", "less", "more", "figure", "difference", "of each seed", "95 % over documents", "found"],
-            [_judged(claim, results[claim.less], results[claim.more]) for claim in study.claims],
+            ["claim", "less", "more", "figure", "difference", "of each seed", "95 %", "found"],
+            [_judged(claim, results[claim.less], results[claim.more], margin) for claim in study.claims],
         ),
     ]
     if spending := _spending(results):
@@ -349,12 +450,23 @@ def report(
     return "\n\n".join(parts) + "\n"
 
 
-def _size(config: ExperimentConfig, runs: Sequence[Result], reference: float) -> list[str]:
+def _of_rates(rates: Sequence[float]) -> str:
+    tried = ", ".join(f"{rate:g}" for rate in rates)
+    return (
+        f" Every variant has the best learning rate of {tried} by the validation split, with the first seed."
+        if rates
+        else ""
+    )
+
+
+def _size(config: ExperimentConfig, runs: Sequence[Result], reference: float, rates: Sequence[float]) -> list[str]:
     """What a variant is and does, and how far it is from the bits per byte of the first."""
-    bits = figure(runs, "bits_per_byte")
+    bits, rate = figure(runs, "bits_per_byte"), config.optimizer.learning_rate
+    at_the_end = rates and rate in (min(rates), max(rates))
     return [
         f"{parameters(config):,}",
         f"{active_flops(config, config.data.seq_len):,.0f}",
+        f"{rate:g}" + (", at the end" if at_the_end else ""),
         f"{statistics.mean(run['tokens_per_second'] for run in runs):,.0f}",
         f"{bits:.4f}",
         *(f"{run['bits_per_byte']:.4f}" for run in runs),
@@ -362,33 +474,22 @@ def _size(config: ExperimentConfig, runs: Sequence[Result], reference: float) ->
     ]
 
 
-def _judged(claim: Claim, less: Sequence[Result], more: Sequence[Result]) -> list[str]:
+def _judged(claim: Claim, less: Sequence[Result], more: Sequence[Result], margin: float = MARGIN) -> list[str]:
     """A claim with the differences that were found."""
-    difference = figure(more, claim.figure) - figure(less, claim.figure)
-    pairs = zip(less, more, strict=True)
-    seeds = " ".join(f"{figure([b], claim.figure) - figure([a], claim.figure):+.4f}" for a, b in pairs)
-    interval = over_documents(less, more) if claim.figure == "bits_per_byte" else None
-    within = f"{interval[0]:+.4f} to {interval[1]:+.4f}" if interval else "-"
-    undecided = interval is not None and interval[0] <= 0 <= interval[1]
-    verdict = "undecided" if undecided else "holds" if difference > 0 else "does not hold"
-    return [*claim, f"{difference:+.4f}", seeds, within, verdict]
+    found = differ(claim.figure, less, more)
+    seeds = " ".join(f"{one:+.4f}" for one in found.of_seeds)
+    # A margin is of bits per byte.
+    verdict = found.verdict(margin if claim.figure == "bits_per_byte" else 0.0)
+    return [*claim, f"{found.mean:+.4f}", seeds, f"{found.low:+.4f} to {found.high:+.4f}", verdict]
 
 
-def over_documents(less: Sequence[Result], more: Sequence[Result]) -> tuple[float, float] | None:
-    """95 % of the difference in bits per byte, mean over seeds: a paired bootstrap over documents; None for one."""
-    of_less, of_more = (np.asarray([run["documents"] for run in runs]) for runs in (less, more))
-    bits = (of_more - of_less)[..., 0].mean(0) / np.log(2)
-    size = of_less[0, :, 1]
-    if len(size) == 1:
-        return None
-    share = stats.bootstrap(
-        (bits, size),
-        lambda bits, size, axis: bits.sum(axis) / size.sum(axis),
-        paired=True,
-        method="percentile",
-        rng=np.random.default_rng(0),
-    )
-    return float(share.confidence_interval.low), float(share.confidence_interval.high)
+def differ(name: str, less: Sequence[Result], more: Sequence[Result]) -> Difference:
+    """How much more `more` has of a figure: of bits per byte by documents, of another run by run."""
+    if name != "bits_per_byte":
+        runs = [np.array([[figure([result], name)] for result in results]) for results in (less, more)]
+        return difference(runs[0], runs[1], np.ones(1))
+    of_less, of_more = (np.asarray([result["documents"] for result in results]) for results in (less, more))
+    return difference(of_less[..., 0] / np.log(2), of_more[..., 0] / np.log(2), of_less[0, :, 1])
 
 
 def _spending(results: Mapping[str, Sequence[Result]]) -> list[list[str]]:
@@ -413,11 +514,14 @@ def main() -> None:
     """Makes the comparison that the flags describe."""
     seeds, work_dir = seeds_of(FLAGS.seeds), Path(FLAGS.work_dir) / FLAGS.study
     study = part_of(STUDIES[FLAGS.study], FLAGS.variant)
-    experiments = configs(study, FLAGS.gin_file, FLAGS.gin_param, FLAGS.steps)
+    rates = rates_of(FLAGS.learning_rates)
+    experiments = configs(study, FLAGS.gin_file, FLAGS.gin_param, FLAGS.steps, FLAGS.equal)
     ensure_prepared(next(iter(experiments.values())).data)
+    if rates:
+        experiments = tuned(study, experiments, rates, seeds[0], work_dir)
     results = conduct(study, experiments, seeds, work_dir, FLAGS.eval_batches)
     command = command_line("experiments.studies")
-    text = report(study, experiments, results, command)
+    text = report(study, experiments, results, command, rates, FLAGS.margin)
     publish({"command": command, "results": results}, text, f"{FLAGS.output}.json", indent=None)
 
 
