@@ -306,6 +306,7 @@ class TestConfigs:
 
     @pytest.mark.parametrize("page", ["README.md", "docs/data.md"])
     def test_own_text_is_prepared_for_the_config_that_reads_it(self, page, tmp_path, monkeypatch):
+        experiments_of(PAGES[page])  # which imports the mixers of its commands
         write_files(PAGES[page], tmp_path)
         monkeypatch.chdir(tmp_path)
         aligned = {
