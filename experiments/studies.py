@@ -97,6 +97,10 @@ BASELINES = {
     "Switch": stack("attention+switch"),
     "Mixture of Depths": stack("even(parallel, mixture_of_depths)", "BudgetConfig.normalizer = 'row'"),
 }
+HYBRIDS = {
+    "a quarter standard": stack(f"quarter({STANDARD}, aamoe)"),
+    "half standard": stack(f"even({STANDARD}, aamoe)"),
+}
 DECONSTRUCTED = ("mlp", "approximate", "non_approximate", "random_qk", "fixed_qk", "static_qk")
 
 
@@ -130,8 +134,7 @@ STUDIES: Mapping[str, Study] = {
         "AA-MoE beside standard layers (DEC-20)",
         {
             "all AA-MoE": stack("aamoe"),
-            "a quarter standard": stack(f"quarter({STANDARD}, aamoe)"),
-            "half standard": stack(f"even({STANDARD}, aamoe)"),
+            **HYBRIDS,
             "all standard": stack(STANDARD),
         },
         [
@@ -219,8 +222,7 @@ STUDIES: Mapping[str, Study] = {
             "transformer": stack(STANDARD),
             "uniform budgets": stack("aamoe", "BudgetConfig.importance = 'uniform'"),
             "window and experts alone": stack("aamoe", "AAMoEConfig.context = 'none'"),
-            "a quarter standard": stack(f"quarter({STANDARD}, aamoe)"),
-            "half standard": stack(f"even({STANDARD}, aamoe)"),
+            **HYBRIDS,
         },
         [
             Claim("AA-MoE is better than a transformer", "AA-MoE", "transformer"),
