@@ -6,7 +6,7 @@ Shapes: b rows, L tokens per row, d width, H heads, k = d / H.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,13 @@ class Projection(nnx.Module):
 def residual_gain(config: ModelConfig) -> float:
     """Shrinks what each block adds at the start, so that the residual stream keeps its size whatever the depth."""
     return config.num_layers**-0.5
+
+
+def rounded(x: Float[Array, "*batch"], dtype: Any) -> Float[Array, "*batch"]:
+    """x in float32, rounded as in a type. Where XLA sees a cast and one back it leaves the rounding out; where an array
+    travels between them it cannot, and a choice that is made of it would depend on the mesh."""
+    x, kept = x.astype(jnp.float32), jnp.finfo(dtype)
+    return x if dtype == jnp.float32 else jax.lax.reduce_precision(x, kept.nexp, kept.nmant)
 
 
 def split_heads(x: Float[Array, "*batch d"], head_dim: int) -> Float[Array, "*batch H k"]:

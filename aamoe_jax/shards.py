@@ -36,6 +36,8 @@ class Shards:
     tensor: int = 1
     pair_bound: float | None = None
     """See `MeshConfig`."""
+    exact: bool = False
+    """Whether no capacity of a shard counts: in what is not training."""
 
     @classmethod
     def of_mesh(cls, mesh: Mesh, pair_bound: float | None) -> Shards:
@@ -117,7 +119,7 @@ def _gather_cast_backward(dtype: str, dimension: int, _: None, gradient: Array) 
 
 _gather_cast.defvjp(_gather_cast_forward, _gather_cast_backward)
 
-WHOLE = Shards()
+WHOLE = Shards(exact=True)
 """No mesh."""
 
 

@@ -57,6 +57,7 @@ NEAREST = (
     ),
     ("aamoe_jax/mixers/experts.py", ("tests/mixers/test_experts.py",)),
     ("aamoe_jax/mixers/expert_sum.py", ("tests/mixers/test_experts.py",)),
+    ("aamoe_jax/mixers/grouped.py", ("tests/mixers/test_experts.py",)),
     ("aamoe_jax/mixers/depth.py", ("tests/mixers/test_depth.py",)),
     ("aamoe_jax/mixers/dynamic.py", ("tests/mixers/test_dynamic.py",)),
     ("aamoe_jax/mixers/flash.py", ("tests/mixers/test_flash.py",)),

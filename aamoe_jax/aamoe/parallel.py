@@ -159,7 +159,7 @@ def merge(one: Softmax, other: Softmax) -> Softmax:
 
 def pair_bound(max_pairs: int, shards: Shards) -> int:
     """Static bound on the pairs of one shard: all there are, or a multiple of its even share."""
-    if shards.pair_bound is None:
+    if shards.pair_bound is None or shards.exact:
         return max_pairs
     return min(max_pairs, math.ceil(shards.pair_bound * max_pairs / shards.resource))
 

@@ -23,9 +23,9 @@ from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.costs import Costs, Setting
-from aamoe_jax.mixers.expert_sum import BLOCK
 from aamoe_jax.mixers.experts import Experts, expert_width
 from aamoe_jax.mixers.fixed_maps import FixedStreams
+from aamoe_jax.mixers.grouped import blocks_of
 from aamoe_jax.registry import MIXERS
 from pallas_kernels.block_sparse_attention import window, xla
 from pallas_kernels.block_sparse_attention.operation import Problem
@@ -148,8 +148,7 @@ def beyond_one_turn(name: str, config: ModelConfig, rows: int, length: int) -> C
         return Costs(prefill_flops=4 * at.width * rows * more)
     # Blocks of tokens of one expert.
     per_token, chosen = 4 * at.width * expert_width(config), cls.experts_per_token(config)
-    turns = (at.tokens * chosen - min(BLOCK, at.tokens), rows * chosen - min(BLOCK, rows))
-    return Costs(*(per_token * tokens for tokens in turns))
+    return Costs(*(per_token * (tokens * chosen - sum(blocks_of(tokens))) for tokens in (at.tokens, rows)))
 
 
 def _beyond_one_turn_of_pairs(at: Setting) -> Costs:

@@ -1,124 +1,156 @@
-"""sum_l p_l(x) h_l(x) over the experts that each token chose, without capacity and without work for the others.
+"""sum_l p_l(x) h_l(x) over the experts that each token chose, and none of the work for the others.
 
-The tokens of every expert are listed, and one loop goes through blocks of these lists: as many turns as there are
-tokens to fill them, whatever their shares. A product over all experts with zeros in it, which is what XLA makes of
-`jax.lax.ragged_dot` on CPUs, would save nothing.
+Copies of the tokens are sorted by expert, one for each that a token chose; all experts work on theirs
+(`grouped.py`); every token adds up what its copies came back with. Where experts are divided over the mesh axis
+`resource`, copies first travel to the shard of their expert, in buffers of one size for each pair of shards, and what
+became of them travels back.
 
-Shapes: T tokens, E experts, d width, w hidden units of each expert here, n tokens of a block.
+Shapes: T tokens here, c copies of a token, N = T c copies, S slots, G groups, E experts, e of them here, R shards,
+d width, w hidden units of each expert here.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from aamoe_jax.mixers.grouped import grouped_feed_forward, room_for
+from aamoe_jax.shards import RESOURCE, Shards
 from pallas_kernels.varying import varying
 
-BLOCK = 128
-"""Tokens of a block at most: its product with an expert's weights should cost more than reading them."""
 
-Operands = tuple[Float[Array, "T d"], Float[Array, "E d w"], Float[Array, "E w d"], Float[Array, "T E"]]
+class Copies(NamedTuple):
+    """The experts that tokens chose."""
+
+    expert: Int[Array, "T c"]
+    """E where a token has no more."""
+    weight: Float[Array, "T c"]
+    """0 where a token has no more."""
+
+    @classmethod
+    def of(cls, coefficients: Float[Array, "T E"], chosen: Bool[Array, "T E"], most: int) -> Copies:
+        """Of tokens that have at most so many experts each."""
+        count = chosen.shape[-1]
+        if most == count:
+            return cls(jnp.where(chosen, jnp.arange(count), count), jnp.where(chosen, coefficients, 0))
+        first = jax.lax.top_k(chosen.astype(jnp.float32), most)[1]  # those that are chosen come before others
+        here = (first[..., None] == jnp.arange(count)) & chosen[..., None, :]
+        weight = jnp.where(here, coefficients[..., None, :], 0).sum(-1)
+        return cls(jnp.where(here.any(-1), first, count), weight)
 
 
-class Lists(NamedTuple):
-    """Which tokens chose each expert."""
+class Slots(NamedTuple):
+    """Where copies are: a rearrangement of tokens that leaves some out and has others more than once."""
 
-    token: Int[Array, "S E"]
-    """In their order; T, which is no token, past the end of a list."""
-    blocks: Int[Array, "E"]
-    """How many blocks each list fills."""
-    size: int
-    """Tokens of a block."""
-
-    def block(self, index: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, "n"]]:
-        """The expert of a block, counted over all lists, and its tokens."""
-        ends = jnp.cumsum(self.blocks)
-        expert = jnp.searchsorted(ends, index, side="right")
-        first = self.size * (index - ends[expert] + self.blocks[expert])
-        return expert, jax.lax.dynamic_slice(self.token, (first, expert), (self.size, 1))[:, 0]
+    copy: Int[Array, "S"]
+    """Which copy is there; N, which is none, where a slot is left over. Copy i is of token i // c."""
+    place: Int[Array, "N"]
+    """Where a copy is; S or more where it is nowhere."""
 
 
 def expert_sum(
     x: Float[Array, "T d"],
-    keys: Float[Array, "E d w"],
-    values: Float[Array, "E w d"],
-    coefficients: Float[Array, "T E"],
-    chosen: Bool[Array, "T E"],
+    keys: Float[Array, "e d w"],
+    values: Float[Array, "e w d"],
+    copies: Copies,
+    shards: Shards,
+    room: int,
 ) -> Float[Array, "T d"]:
-    """sum_l p_l V_l ReLU(K_l x) over the chosen, in the type of x; 0 where nothing was (UNI-03, eq 5).
+    """sum_l p_l V_l ReLU(K_l x) over the chosen; 0 where nothing was (UNI-03, eq 5).
 
-    Its cost is that of the (token, expert) pairs that were chosen, rounded up to blocks.
+    In float32, for `tensor` divides hidden units: a sum that is rounded once it is whole is the same on every mesh, and
+    so are the choices of the next layer.
+
+    Args:
+      room: at least as many as any one shard of `resource` gets of the copies here.
     """
-    operands = varying((x, keys.astype(x.dtype), values.astype(x.dtype), coefficients))
-    return _sum(operands, chosen)
+    x, keys, values, *arrays = varying((x, keys, values, *copies))
+    copies, count = Copies(*arrays), copies.expert.shape[1]
+    if shards.resource == 1:
+        return _sum_here(x, keys, values, copies, room)
+    shard, expert = jnp.divmod(copies.expert.reshape(-1), len(keys))
+    slots = in_buffers(shard, shards.resource, room)
+    sent = spread(x, slots, count), *_of_copies(expert, copies.weight, slots, none=len(keys))
+    rows, *received = (_exchange(y) for y in sent)
+    found = _sum_here(rows, keys, values, Copies(*(y[:, None] for y in received)), len(rows))
+    return collect(_exchange(found), slots, count)
 
 
-@jax.custom_vjp
-def _sum(operands: Operands, chosen: Bool[Array, "T E"]) -> Float[Array, "T d"]:
-    x = operands[0]
-    lists = _lists(chosen)
-
-    def add(index: Int[Array, ""], total: Float[Array, "T d"]) -> Float[Array, "T d"]:
-        expert, tokens = lists.block(index)
-        return total.at[tokens].add(_one_expert(*_of_block(operands, expert, tokens)), mode="drop")
-
-    total = jax.lax.fori_loop(0, lists.blocks.sum(), add, _zeros_like(x))
-    return total.astype(x.dtype)
-
-
-def _sum_forward(operands: Operands, chosen: Bool[Array, "T E"]) -> tuple[Array, tuple[Operands, Array]]:
-    return _sum(operands, chosen), (operands, chosen)
-
-
-def _sum_backward(kept: tuple[Operands, Array], gradient: Float[Array, "T d"]) -> tuple[Operands, None]:
-    """The same loop once more: of the hidden units nothing is kept."""
-    operands, chosen = kept
-    lists = _lists(chosen)
-
-    def add(index: Int[Array, ""], total: Operands) -> Operands:
-        expert, tokens = lists.block(index)
-        _, pull = jax.vjp(_one_expert, *_of_block(operands, expert, tokens))
-        found = pull(gradient.at[tokens].get(mode="fill", fill_value=0).astype(jnp.float32))
-        places = tokens, expert, expert, (tokens, expert)
-        x, keys, values, coefficients = (
-            x.at[at].add(y, mode="drop") for x, at, y in zip(total, places, found, strict=True)
-        )
-        return x, keys, values, coefficients
-
-    total = jax.lax.fori_loop(0, lists.blocks.sum(), add, tuple(map(_zeros_like, operands)))
-    return tuple(x.astype(like.dtype) for x, like in zip(total, operands, strict=True)), None
+def _sum_here(
+    x: Float[Array, "T d"],
+    keys: Float[Array, "e d w"],
+    values: Float[Array, "e w d"],
+    copies: Copies,
+    room: int,
+) -> Float[Array, "T d"]:
+    """By experts that are all here."""
+    tokens, count = copies.expert.shape
+    expert = copies.expert.reshape(-1)
+    slots, sizes = in_order(expert, len(keys), room_for(min(room, expert.size), tokens))
+    _, weight = _of_copies(expert, copies.weight, slots, none=len(keys))
+    rows = spread(x, slots, count)
+    return collect(grouped_feed_forward(rows, weight, keys, values, sizes, tokens), slots, count)
 
 
-_sum.defvjp(_sum_forward, _sum_backward)
+def in_order(group: Int[Array, "N"], groups: int, size: int) -> tuple[Slots, Int[Array, "G"]]:
+    """Group by group in so many slots, those of no group behind them; and how many are of each."""
+    order, place, bounds = _sorted(group, groups)
+    copy = jnp.pad(order[:size], (0, max(size - len(order), 0)), constant_values=len(order))
+    return Slots(copy, place), jnp.diff(bounds)
 
 
-def _zeros_like(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """What a sum in float32 begins with; it varies over the mesh as x does, so that the loop keeps its type."""
-    return varying((jnp.zeros(x.shape, jnp.float32), x))[0]
+def in_buffers(group: Int[Array, "N"], groups: int, room: int) -> Slots:
+    """A buffer of one size for each group; those of no group are nowhere."""
+    order, place, bounds = _sorted(group, groups)
+    buffer, rank = jnp.divmod(jnp.arange(groups * room), room)
+    source = bounds[buffer] + rank
+    filled = source < bounds[buffer + 1]
+    copy = jnp.where(filled, order[jnp.minimum(source, len(order) - 1)], len(order))
+    return Slots(copy, jnp.where(group < groups, group * room + place - bounds[group], groups * room))
 
 
-def _one_expert(
-    x: Float[Array, "n d"], key: Float[Array, "d w"], value: Float[Array, "w d"], coefficient: Float[Array, "n"]
-) -> Float[Array, "n d"]:
-    return coefficient[:, None] * (jax.nn.relu(x @ key) @ value).astype(jnp.float32)
+def _sorted(group: Int[Array, "N"], groups: int) -> tuple[Int[Array, "N"], Int[Array, "N"], Int[Array, "bounds"]]:
+    """The order of copies by group, its inverse, and where each group begins in it; the last one ends at the last."""
+    index = jnp.arange(len(group))
+    order = jnp.argsort(group, stable=True)
+    bounds = jnp.searchsorted(group[order], jnp.arange(groups + 1))
+    return order, jnp.zeros_like(order).at[order].set(index, unique_indices=True), bounds
 
 
-def _of_block(operands: Operands, expert: Int[Array, ""], tokens: Int[Array, "n"]) -> tuple[Array, Array, Array, Array]:
-    """What `_one_expert` takes; zeros where there is no token."""
-    x, keys, values, coefficients = operands
-    rows = x.at[tokens].get(mode="fill", fill_value=0)
-    return rows, keys[expert], values[expert], coefficients.at[tokens, expert].get(mode="fill", fill_value=0)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def spread(x: Float[Array, "T d"], slots: Slots, count: int) -> Float[Array, "S d"]:
+    """Tokens of so many copies each -> slots; 0 where there is no copy. The transpose of `collect`."""
+    return x.at[slots.copy // count].get(mode="fill", fill_value=0)
 
 
-def _lists(chosen: Bool[Array, "T E"]) -> Lists:
-    tokens, experts = chosen.shape
-    size = min(BLOCK, tokens)
-    place = jnp.where(chosen, jnp.cumsum(chosen, axis=0) - 1, tokens + size)  # which is dropped
-    padded = -(-tokens // size) * size
-    empty = jnp.full((padded, experts), tokens)
-    token = jnp.broadcast_to(jnp.arange(tokens)[:, None], chosen.shape)
-    listed = empty.at[place, jnp.arange(experts)].set(token, mode="drop")
-    return Lists(listed, -(-chosen.sum(0) // size), size)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def collect(y: Float[Array, "S d"], slots: Slots, count: int) -> Float[Array, "T d"]:
+    """Slots -> the sum over the copies of each token, in float32 until it is whole."""
+    found = y.at[slots.place.reshape(-1, count)].get(mode="fill", fill_value=0)
+    return found.sum(1, dtype=jnp.float32).astype(y.dtype)
+
+
+spread.defvjp(
+    lambda x, slots, count: (spread(x, slots, count), slots),
+    lambda count, slots, gradient: (collect(gradient, slots, count), None),
+)
+collect.defvjp(
+    lambda y, slots, count: (collect(y, slots, count), slots),
+    lambda count, slots, gradient: (spread(gradient, slots, count), None),
+)
+
+
+def _of_copies(
+    expert: Int[Array, "N"], weight: Float[Array, "T c"], slots: Slots, none: int
+) -> tuple[Int[Array, "S"], Float[Array, "S"]]:
+    """The expert of the copy in every slot (`none` without one), and its weight."""
+    return expert.at[slots.copy].get(mode="fill", fill_value=none), spread(weight.reshape(-1, 1), slots, 1)[:, 0]
+
+
+def _exchange(x: Array) -> Array:
+    """One buffer for every shard -> one from every shard."""
+    return jax.lax.all_to_all(x, RESOURCE, split_axis=0, concat_axis=0, tiled=True)

@@ -1,8 +1,8 @@
 """Mixtures of experts in place of a feed-forward (eq 3-7; UNI-03, UNI-04, UNI-11).
 
 Every expert is a small feed-forward without bias. Its hidden units are divided over `tensor` like those of a large one,
-and its parameters over `fsdp` at rest; each shard of `resource` has all experts for its own tokens, so that no token
-travels. The work is that of the experts that were chosen (`expert_sum.py`).
+and its parameters over `fsdp` at rest. Experts are divided over `resource`: tokens travel to those that they chose, and
+back. The work is that of the experts that were chosen (`expert_sum.py`).
 
 Shapes: b rows, L tokens of them here, N of whole rows, d width, E experts, w hidden units of an expert.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,16 @@ from jax.lax import collapse
 from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig, refuse, require_choice, require_positive
-from aamoe_jax.layers import HIGHEST, residual_gain
+from aamoe_jax.layers import HIGHEST, residual_gain, rounded
 from aamoe_jax.mixers.base import Cache, Context, Statistics
 from aamoe_jax.mixers.convolution import TOKENS_BEFORE, CausalConvolution, convolution_costs, last_tokens
 from aamoe_jax.mixers.costs import FLOAT, Costs, Setting
-from aamoe_jax.mixers.expert_sum import expert_sum
+from aamoe_jax.mixers.expert_sum import Copies, expert_sum
 from aamoe_jax.mixers.parts import Part
 from aamoe_jax.mixers.statistics import expert_use
 from aamoe_jax.mixers.weighted_sum import WeightedSum, softmax_selected, top_selected
 from aamoe_jax.registry import register
-from aamoe_jax.shards import RESOURCE, TENSOR
+from aamoe_jax.shards import RESOURCE, TENSOR, Shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,10 @@ class MoEConfig:
     """Of `switch`: tokens of a document that make a group. Shares are taken in their order."""
     balance_weight: float = 0.01
     """Weight of the balancing loss of `moe` and `switch`."""
+    shard_capacity: float | None = None
+    """Most (token, expert) pairs that one shard of the mesh axis `resource` takes from each, as a multiple of the even
+    share; pairs past it are left out, those of the last tokens first, and counted (`moe_dropped`). Evaluation and
+    decoding leave out none. None: room for as many as there can be."""
 
     def __post_init__(self) -> None:
         require_positive(self, "num_experts", "top_k", "capacity_factor", "capacity_tokens")
@@ -71,6 +75,8 @@ class MoEConfig:
         require_choice(self, "router_input", ("token", "causal_conv"))
         if self.balance_weight < 0:
             refuse(self, "balance_weight", "must be at least 0")
+        if self.shard_capacity is not None and self.shard_capacity < 1:
+            refuse(self, "shard_capacity", "must be at least 1 (the even share), or None for no bound")
 
     @property
     def sparsity_target(self) -> int:
@@ -104,8 +110,8 @@ class ExpertRouter(nnx.Module):
         self.config = config
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b L E"]:
-        x = self.convolution(h, context) if self.convolution else h
-        return self.scores(x.astype(jnp.float32))
+        x = rounded(h, h.dtype)
+        return self.scores(self.convolution(x, context) if self.convolution else x)
 
     def empty_cache(self, rows: int) -> Cache:
         """An empty cache for the tokens before."""
@@ -119,7 +125,7 @@ class ExpertRouter(nnx.Module):
     def decode(self, h: Float[Array, "b 1 d"], cache: Cache) -> tuple[Float[Array, "b 1 E"], Cache]:
         """The scores for one more token in every row."""
         if self.convolution is None:
-            return self.scores(h.astype(jnp.float32)), cache
+            return self.scores(rounded(h, h.dtype)), cache
         x, cache = self.convolution.decode(h, cache)
         return self.scores(x), cache
 
@@ -159,6 +165,8 @@ class Experts(Part):
     """sum_l p_l(x) V_l ReLU(K_l x): what all mixtures share. Subclasses say how scores become coefficients."""
 
     label = "experts"
+    recomputed: ClassVar[bool] = False
+    """Whether the backward pass computes hidden units again: they have room for far more than they are meant to be."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.moe = config.of(MoEConfig)
@@ -167,25 +175,47 @@ class Experts(Part):
         self.router = ExpertRouter(config, rngs=rngs)
         keys = width**-0.5 * jax.random.normal(rngs.params(), (count, width, hidden))
         values = gain * hidden**-0.5 * jax.random.normal(rngs.params(), (count, hidden, width))
-        self.keys = nnx.Param(keys, axes=(None, "storage", "heads"))
-        self.values = nnx.Param(values, axes=(None, "heads", "storage"))
+        self.keys = nnx.Param(keys, axes=("resources", "storage", "heads"))
+        self.values = nnx.Param(values, axes=("resources", "heads", "storage"))
         self.config = config
 
-    def mix(self, h: Float[Array, "b L d"], mixture: Mixture) -> Float[Array, "b L d"]:
-        """The experts' outputs, weighted and summed."""
-        tokens, *chosen = (collapse(x, 0, 2) for x in (h, *mixture))  # those of all rows share the experts' work
-        found = expert_sum(tokens, self.keys[...], self.values[...], *chosen)
-        return found.reshape(h.shape)
+    def mix(
+        self, h: Float[Array, "b L d"], mixture: Mixture, shards: Shards
+    ) -> tuple[Float[Array, "b L d"], Bool[Array, "b L E"]]:
+        """The experts' outputs, weighted and summed, in float32; and which of the chosen there was room for."""
+        tokens, coefficients, chosen = (collapse(x, 0, 2) for x in (h, *mixture))  # all rows share the experts' work
+        room, most = self._room(len(tokens), shards), self.most_experts(self.config)
+        if self.moe.shard_capacity is not None and not shards.exact:
+            chosen = within_room(chosen, shards.resource, room)
+        add_up = jax.checkpoint(expert_sum, static_argnums=(4, 5)) if self.recomputed else expert_sum
+        copies = Copies.of(coefficients, chosen, most)
+        found = add_up(tokens, self.keys[...], self.values[...], copies, shards, room)
+        return found.reshape(h.shape), chosen.reshape(mixture.chosen.shape)
+
+    def _room(self, tokens: int, shards: Shards) -> int:
+        """How many pairs of the tokens here any one shard has room for."""
+        most = tokens * min(self.most_experts(self.config), self.moe.num_experts // shards.resource)
+        if self.moe.shard_capacity is None or shards.exact:
+            return most
+        even = tokens * self.experts_per_token(self.config) / shards.resource
+        return min(most, math.ceil(self.moe.shard_capacity * even))
 
     @classmethod
     def costs(cls, at: Setting) -> Costs:
         """A router, 2 d E or 6 d E + 4 E^2 (and 6 d of model FLOPs for a convolution), and the experts that a token is
-        meant to have, 4 d w each. Blocks of tokens are full; hidden units are computed again in the backward pass."""
+        meant to have, 4 d w each. Blocks of tokens are full. Of every copy of a token the backward pass is left its
+        input and its hidden units, where they are not computed again."""
         moe, d = at.config.of(MoEConfig), at.width
         count = moe.num_experts
         router = 2 * d * count if moe.router == "linear" else 6 * d * count + 4 * count**2
         flops = router + cls.experts_per_token(at.config) * flops_per_expert(at.config)
-        saved = FLOAT * d + count * (3 * FLOAT + 2)  # the router's input; scores, coefficients, choices
+        saved = count * (3 * FLOAT + 2)  # scores, coefficients, choices
+        if at.size < FLOAT or moe.router_input == "causal_conv" or cls.recomputed:  # an input apart from the experts'
+            saved += FLOAT * d
+        copy = 2 * FLOAT  # its expert and its weight
+        if not cls.recomputed:
+            copy += at.size * (d + expert_width(at.config)) + FLOAT + count  # and its place
+        saved += cls.most_experts(at.config) * copy
         if moe.router == "attention":
             saved += FLOAT * count * (2 * count + 5)
         if moe.router_input != "causal_conv":
@@ -216,6 +246,11 @@ class Experts(Part):
         """Experts that a token is meant to have."""
         return config.of(MoEConfig).top_k
 
+    @classmethod
+    def most_experts(cls, config: ModelConfig) -> int:
+        """Experts that a token has at most."""
+        return cls.experts_per_token(config)
+
     @staticmethod
     def extra_flops(at: Setting, members: Sequence[Any], statistics: Statistics) -> float:
         """Experts that really computed a token, less those that were meant to."""
@@ -243,14 +278,15 @@ class TopKExperts(Experts):
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         scores, real = self.router(h, context), real_tokens(context)
         mixture = self._mixture(scores, real)
-        statistics = load(mixture.chosen, mixture.chosen, real, context)
+        output, computed = self.mix(h, mixture, context.shards)
+        statistics = load(computed, mixture.chosen, real, context)
         share = jax.nn.softmax(scores, axis=-1)
         statistics["balance_loss"] = weighed_by_load(share, mixture.chosen, self.moe.top_k, context)
-        return self.mix(h, mixture), statistics
+        return output, statistics
 
     def decode(self, h: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
         scores, cache = self.router.decode(h, cache)
-        return self.mix(h, self._mixture(scores, context.real)), cache
+        return self.mix(h, self._mixture(scores, context.real), context.shards)[0], cache
 
     def _mixture(self, scores: Float[Array, "b L E"], real: Bool[Array, "b L"]) -> Mixture:
         chosen = top_selected(scores, self.moe.top_k) & real[..., None]
@@ -268,6 +304,7 @@ class ReLUExperts(Experts):
     """
 
     losses = ("sparsity_loss",)
+    recomputed = True
     weighted_sums = (WeightedSum("experts", "x W", "those with x W > 0", "ReLU", "V_l ReLU(K_l x)"),)
 
     @staticmethod
@@ -275,18 +312,24 @@ class ReLUExperts(Experts):
         """What the sparsity loss aims at."""
         return config.of(MoEConfig).sparsity_target
 
+    @classmethod
+    def most_experts(cls, config: ModelConfig) -> int:
+        """All."""
+        return config.of(MoEConfig).num_experts
+
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         real = real_tokens(context)
         mixture = self._mixture(self.router(h, context), real)
-        statistics = load(mixture.chosen, mixture.chosen, real, context)
-        statistics["relu_pairs"] = statistics["moe_load"].sum()
+        output, computed = self.mix(h, mixture, context.shards)
+        statistics = load(computed, mixture.chosen, real, context)
+        statistics["relu_pairs"] = statistics["moe_load"].sum() + statistics["moe_dropped"]
         target = self.moe.sparsity_target
         statistics["sparsity_loss"] = weighed_by_load(mixture.coefficients, mixture.chosen, target, context)
-        return self.mix(h, mixture), statistics
+        return output, statistics
 
     def decode(self, h: Float[Array, "b 1 d"], context: Context, cache: Cache) -> tuple[Float[Array, "b 1 d"], Cache]:
         scores, cache = self.router.decode(h, cache)
-        return self.mix(h, self._mixture(scores, context.real)), cache
+        return self.mix(h, self._mixture(scores, context.real), context.shards)[0], cache
 
     def _mixture(self, scores: Float[Array, "b L E"], real: Bool[Array, "b L"]) -> Mixture:
         coefficients = jnp.where(real[..., None], jax.nn.relu(scores), 0)
@@ -330,9 +373,10 @@ class SwitchExperts(Experts):
         whole = context.shards.gather(wanted.argmax(-1), RESOURCE)  # one number per token of the rows
         place = context.shards.part(self._places(whole, context), RESOURCE)
         mixture = self._mixture(scores, wanted & (place <= self._capacity))
-        statistics = load(mixture.chosen, wanted, real, context)
+        output, computed = self.mix(h, mixture, context.shards)
+        statistics = load(computed, wanted, real, context)
         statistics["balance_loss"] = weighed_by_load(jax.nn.softmax(scores, axis=-1), wanted, 1, context)
-        return self.mix(h, mixture), statistics
+        return output, statistics
 
     def empty_cache(self, rows: int, length: int) -> SwitchCache:
         return SwitchCache(self.router.empty_cache(rows), jnp.zeros((rows, self.moe.num_experts), jnp.int32))
@@ -353,7 +397,7 @@ class SwitchExperts(Experts):
         begins = context.positions % self.moe.capacity_tokens == 0
         taken = jnp.where(begins, 0, cache.taken) + wanted[:, 0]
         mixture = self._mixture(scores, wanted & (taken[:, None] <= self._capacity))
-        return self.mix(h, mixture), SwitchCache(router, taken)
+        return self.mix(h, mixture, context.shards)[0], SwitchCache(router, taken)
 
     @property
     def _capacity(self) -> int:
@@ -380,6 +424,13 @@ def flops_per_expert(config: ModelConfig) -> int:
 def real_tokens(context: Context) -> Bool[Array, "b L"]:
     """Which tokens of the whole `tensor` group are no padding."""
     return context.shards.part(context.segment_ids, RESOURCE) > 0
+
+
+def within_room(chosen: Bool[Array, "T E"], shards: int, room: int) -> Bool[Array, "T E"]:
+    """The first so many pairs of the experts of each shard, token after token."""
+    of_shard = chosen.reshape(len(chosen), shards, -1).swapaxes(0, 1)
+    count = jnp.cumsum(of_shard.reshape(shards, -1), axis=1).reshape(of_shard.shape)
+    return (of_shard & (count <= room)).swapaxes(0, 1).reshape(chosen.shape)
 
 
 def load(

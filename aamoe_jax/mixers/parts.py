@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from aamoe_jax.config import ModelConfig
+from aamoe_jax.layers import rounded
 from aamoe_jax.mixers.base import Cache, Context, Mixer, Statistics
 from aamoe_jax.shards import TENSOR
 
@@ -57,7 +58,7 @@ class SideBySide(Mixer):
             statistics |= found
             if part.has_map and context.detail == "maps":
                 statistics["attention_map"] = part.attention_map(h, context)
-        return context.shards.scatter_sum(sum(outputs[1:], outputs[0]), TENSOR), statistics
+        return _as_input(context.shards.scatter_sum(sum(outputs[1:], outputs[0]), TENSOR), h), statistics
 
     def empty_cache(self, rows: int, length: int) -> dict[str, Any]:
         """The caches of all parts."""
@@ -72,4 +73,9 @@ class SideBySide(Mixer):
     ) -> tuple[Float[Array, "b 1 d"], dict[str, Any]]:
         """One more token in every row."""
         outputs, caches = zip(*(part.decode(h, context, cache[name]) for name, part in self.parts.items()), strict=True)
-        return sum(outputs[1:], outputs[0]), dict(zip(self.parts, caches, strict=True))
+        return _as_input(sum(outputs[1:], outputs[0]), h), dict(zip(self.parts, caches, strict=True))
+
+
+def _as_input(output: Float[Array, "b n d"], h: Float[Array, "b n d"]) -> Float[Array, "b n d"]:
+    """A sum that may be in float32, in the type of the input."""
+    return output if output.dtype == h.dtype else rounded(output, h.dtype).astype(h.dtype)

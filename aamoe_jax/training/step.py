@@ -92,7 +92,7 @@ def make_eval_step(
     graphdef: nnx.GraphDef, budget: BudgetMode, byte_lengths: Int[np.ndarray, "V"], placement: Placement
 ) -> EvalStep:
     """(params, batch) -> sums, with budgets of the given kind."""
-    shards = dataclasses.replace(placement.shards, pair_bound=None)  # a measurement drops nothing
+    shards = dataclasses.replace(placement.shards, exact=True)  # a measurement drops nothing
 
     def eval_step(params: dict[str, Any], batch: Batch) -> Metrics:
         totals = batch_totals(batch, shards, byte_lengths)

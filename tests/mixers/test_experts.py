@@ -18,11 +18,12 @@ from aamoe_jax.cost import forward_flops
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.build import build_mixer, costs
 from aamoe_jax.mixers.costs import Setting
-from aamoe_jax.mixers.expert_sum import BLOCK, _lists, expert_sum
-from aamoe_jax.mixers.experts import ExpertRouter, MoEConfig
+from aamoe_jax.mixers.expert_sum import Copies, collect, expert_sum, in_buffers, in_order, spread
+from aamoe_jax.mixers.experts import ExpertRouter, MoEConfig, within_room
+from aamoe_jax.mixers.grouped import BLOCKS, blocks_of, grouped_feed_forward, room_for
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.mixers.weighted_sum import top_selected
-from aamoe_jax.shards import Shards
+from aamoe_jax.shards import WHOLE, Shards
 from tests.aamoe.helpers import M, model_config
 from tests.evaluation.test_causality import probed
 from tests.generation.helpers import assert_parity
@@ -60,42 +61,167 @@ def run(layer: nnx.Module, h: jax.Array, segment_ids=ONE_DOCUMENT) -> tuple[np.n
     return jax.device_get(apply(params, h))
 
 
+def with_gradients(function, *operands):
+    """Gradients, and what they are of, against a random direction."""
+    output, pull_back = jax.vjp(function, *operands)
+    return output, *pull_back(jax.random.normal(jax.random.key(9), output.shape).astype(output.dtype))
+
+
+def assert_close(found, wanted, tolerance: float = 1e-5):
+    for x, y in zip(found, wanted, strict=True):
+        assert x.dtype == y.dtype
+        x, y = (np.asarray(z, np.float64) for z in (x, y))
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * np.abs(y).max())
+
+
+class TestGrouped:
+    """The feed-forward of every group: many blocks, few rows, none."""
+
+    SIZES = (
+        (BLOCKS[0] + BLOCKS[1] + BLOCKS[-1] + 7, 0, 1, 2 * BLOCKS[0], BLOCKS[-1], 0),
+        (0, 0, BLOCKS[-1] - 1, BLOCKS[-1] + 1, 0, 130),
+        (5, 3, 0, 1, 0, 2),
+    )
+
+    @staticmethod
+    def operands(sizes: tuple[int, ...], dtype: str = "float32"):
+        """Rows and weights are 0 past the last group, or may be anything of a finite size."""
+        count = room_for(sum(sizes), max(max(sizes), 1))
+        shapes = ((count, D), (count,), (len(sizes), D, 6), (len(sizes), 6, D))
+        keys = jax.random.split(jax.random.key(0), 4)
+        rows, weight, *weights = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+        weight = jnp.where(jnp.arange(count) < sum(sizes), weight, 0)
+        return rows.astype(dtype), weight, *(x.astype(dtype) for x in weights)
+
+    @staticmethod
+    def definition(rows, weight, keys, values, *, sizes):
+        outputs, start = [], 0
+        for key, value, size in zip(keys, values, sizes, strict=True):
+            at = slice(start, start + size)
+            hidden = (weight[at, None] * jax.nn.relu(rows[at] @ key)).astype(rows.dtype)
+            outputs.append(jnp.matmul(hidden, value, preferred_element_type=jnp.float32))
+            start += size
+        return jnp.concatenate([*outputs, jnp.zeros(rows[start:].shape)])
+
+    def both(self, sizes, dtype):
+        operands = self.operands(sizes, dtype)
+        grouped = lambda *x: grouped_feed_forward(*x, jnp.array(sizes), max(max(sizes), 1))  # noqa: E731
+        found = jax.jit(functools.partial(with_gradients, grouped))(*operands)
+        definition = functools.partial(self.definition, sizes=sizes)
+        return found, jax.jit(functools.partial(with_gradients, definition))(*operands)
+
+    @pytest.mark.parametrize("sizes", SIZES)
+    def test_it_is_a_loop_over_groups(self, sizes):
+        found, wanted = self.both(sizes, "float32")
+        real = np.arange(len(wanted[2])) < sum(sizes)  # weights of what is of no group are no one's
+        assert_close([x * real if x.ndim == 1 else x for x in found], wanted)
+
+    def test_in_bfloat16_products_are_rounded_and_sums_are_not(self):
+        found, wanted = self.both(self.SIZES[1], "bfloat16")
+        assert_close(found[3:], wanted[3:], 0.02)  # keys and values: sums over rows
+        assert_close(found[:2], wanted[:2], 0.02)
+
+    def test_blocks_are_no_larger_than_groups_can_be(self):
+        assert blocks_of(10**6) == BLOCKS
+        assert blocks_of(BLOCKS[0] - 1) == BLOCKS[1:]
+        assert blocks_of(5) == (5,)
+
+
 class TestExpertSum:
-    """The sum over the chosen, in more blocks than one."""
+    """The sum over the chosen."""
+
+    TOKENS = 2 * BLOCKS[-1] + 40
+    MOST = 3
 
     @functools.cached_property
     def operands(self):
         keys = jax.random.split(jax.random.key(0), 5)
-        shapes = ((2 * BLOCK + 40, D), (E, D, 6), (E, 6, D), (2 * BLOCK + 40, E))
+        shapes = ((self.TOKENS, D), (E, D, 6), (E, 6, D), (self.TOKENS, E))
         operands = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=False)]
         # One expert for all, one for half, one for few, one for none.
         chosen = jax.random.uniform(keys[4], operands[3].shape) < jnp.array([1.0, 0.5, 0.02, 0.0])
         return operands, chosen
 
-    def test_it_is_the_sum_over_all_with_zeros_for_the_others(self):
+    def found(self, x, keys, values, coefficients, *, most: int, room: int):
+        copies = Copies.of(coefficients, self.operands[1], most)
+        return expert_sum(x, keys, values, copies, WHOLE, room)
+
+    @pytest.mark.parametrize("most", [MOST, E])
+    def test_it_is_the_sum_over_all_with_zeros_for_the_others(self, most):
         operands, chosen = self.operands
+        assert chosen.sum(-1).max() == self.MOST
 
         def dense(x, keys, values, coefficients):
             hidden = jax.nn.relu(jnp.einsum("td,edw->tew", x, keys))
             return jnp.einsum("te,tew,ewd->td", coefficients * chosen, hidden, values)
 
-        def with_gradients(function):
-            loss = lambda *operands: (function(*operands) ** 2).sum()  # noqa: E731
-            return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*operands)
+        for room in (self.TOKENS * most, int(chosen.sum())):
+            sparse = functools.partial(self.found, most=most, room=room)
+            found = jax.jit(functools.partial(with_gradients, sparse))(*operands)
+            assert_close(found, with_gradients(dense, *operands), 1e-4)
 
-        found, wanted = (with_gradients(f) for f in (lambda *operands: expert_sum(*operands, chosen), dense))
-        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * np.abs(y).max())
-
-    def test_what_nobody_chose_is_neither_read_nor_computed(self):
-        (x, keys, values, coefficients), chosen = self.operands
+    def test_what_nobody_chose_changes_nothing(self):
+        (x, keys, values, coefficients), _ = self.operands
+        found = functools.partial(self.found, most=self.MOST, room=10**4)
         broken = keys.at[3].set(jnp.nan)
-        np.testing.assert_array_equal(
-            expert_sum(x, broken, values, coefficients, chosen), expert_sum(x, keys, values, coefficients, chosen)
-        )
-        blocks = _lists(chosen).blocks
-        assert blocks.tolist() == [-(-int(load) // BLOCK) for load in chosen.sum(0)]
-        assert blocks[3] == 0
+        np.testing.assert_array_equal(found(x, broken, values, coefficients), found(x, keys, values, coefficients))
+
+    def test_copies_are_in_order_or_in_buffers(self):
+        group = jnp.array([1, 3, 0, 1, 1, 0, 3])  # 3: none
+        slots, sizes = in_order(group, 3, 8)
+        assert sizes.tolist() == [2, 3, 0]
+        assert slots.copy.tolist() == [2, 5, 0, 3, 4, 1, 6, 7]
+        assert slots.place.tolist() == [2, 5, 0, 3, 4, 1, 6]
+        assert in_order(group, 3, 5)[0].copy.tolist() == [2, 5, 0, 3, 4]
+        slots = in_buffers(group, 3, 4)
+        assert slots.copy.tolist() == [2, 5, 7, 7, 0, 3, 4, 7, 7, 7, 7, 7]
+        assert slots.place.tolist() == [4, 12, 0, 5, 6, 1, 12]
+
+    def test_to_spread_and_to_collect_are_transposes(self):
+        slots = in_buffers(jnp.array([1, 3, 0, 1, 1, 0, 3, 2]), 3, 4)
+        x, y = (jax.random.normal(jax.random.key(n), (rows, 5)) for n, rows in ((0, 4), (1, 12)))
+        np.testing.assert_allclose((spread(x, slots, 2) * y).sum(), (x * collect(y, slots, 2)).sum(), rtol=1e-5)
+        for function, of in ((spread, x), (collect, y)):
+            found = jax.vjp(lambda z, f=function: f(z, slots, 2), of)[1]((y, x)[function is collect])[0]
+            np.testing.assert_array_equal(found, (collect(y, slots, 2), spread(x, slots, 2))[function is collect])
+
+
+class TestShardCapacity:
+    """Pairs past what a shard takes, on one: those of the last tokens are left out, and counted."""
+
+    def run(self, name: str, shards: Shards, **changes):
+        layer = layer_of(name, shard_capacity=1.0, **changes)
+        context = dataclasses.replace(context_of(ONE_DOCUMENT), shards=shards)
+        return jax.device_get(layer(tokens(), context))
+
+    def test_relu_experts_have_as_many_pairs_as_they_aim_at(self):
+        whole, about = self.run("relu_moe", WHOLE, mean_experts=1)
+        output, bounded = self.run("relu_moe", Shards(), mean_experts=1)
+        assert about["moe_dropped"] == 0
+        wanted = about["moe_load"].sum()
+        assert wanted > 1.5 * LENGTH  # half of four experts a token, more or less
+        assert bounded["moe_load"].sum() == LENGTH
+        assert bounded["moe_dropped"] == wanted - LENGTH
+        assert bounded["relu_pairs"] == wanted  # what the sparsity loss sees
+        same = np.abs(output - whole).max(-1)[0] < 1e-6
+        cut = int(np.argmin(same))
+        assert 0 < cut < LENGTH
+        assert (np.abs(output[0, cut + 1 :]) == 0).all()
+
+    def test_k_experts_of_one_shard_always_have_room(self):
+        np.testing.assert_array_equal(self.run("moe", Shards())[0], self.run("moe", WHOLE)[0])
+
+    def test_of_every_shard_the_first_pairs_are_kept(self):
+        chosen = np.random.default_rng(0).random((40, 6)) < 0.6
+        kept = np.asarray(within_room(jnp.asarray(chosen), 3, 20))
+        for shard in range(3):
+            mine = chosen[:, 2 * shard : 2 * shard + 2].copy().reshape(-1)
+            mine[np.flatnonzero(mine)[20:]] = False
+            np.testing.assert_array_equal(kept[:, 2 * shard : 2 * shard + 2].reshape(-1), mine)
+
+    def test_less_than_the_even_share_is_refused(self):
+        with pytest.raises(ConfigError, match=r"MoEConfig.shard_capacity = 0.5: must be at least 1"):
+            dataclasses.replace(MOE, shard_capacity=0.5)
 
 
 class TestUNI03:

@@ -14,6 +14,7 @@ from experiments.binding import load_experiment
 
 MORE_WORDS = "ModelConfig.vocab_size = 256"
 FEW = "AAMoEConfig.max_resources = 4"
+MIXTURE = ("ModelConfig.pattern = ('moe',)", "ModelConfig.num_layers = 1")
 CASES = {
     "1x1x4x2": (FEW,),
     "1x1x4x2, more experts and words": (FEW, "AAMoEConfig.num_experts = 80", MORE_WORDS),
@@ -21,6 +22,8 @@ CASES = {
     "1x4x1x2, more words": (MORE_WORDS,),
     "1x2x2x2": (),
     "1x2x2x2, deeper": ("ModelConfig.num_layers = 4",),
+    "1x1x4x2, experts": MIXTURE,
+    "1x1x4x2, experts with a capacity": (*MIXTURE, "MoEConfig.shard_capacity = 1.0"),
 }
 """The mesh, and what else tells the case from others: bindings."""
 

@@ -138,14 +138,25 @@ class TestEveryKindOfLayer:
         assert_same(on_meshes(tmp_path, self.MESHES, *stack("deconstructed")))
 
     def test_experts(self, tmp_path):
-        """With their losses, routers that look back across parts of a row, and tokens that find no room."""
+        """With their losses, routers that look back across parts of a row, and tokens that find no room. Of the twenty
+        meshes those that divide experts by 2 and by 8; experiments/results/meshes_experts.md has all."""
         bindings = (
             "MoEConfig.router = 'attention'",
             "MoEConfig.router_input = 'causal_conv'",
             "MoEConfig.capacity_tokens = 16",
             "TrainingConfig.accumulate = 2",
         )
-        assert_same(on_meshes(tmp_path, self.MESHES, *stack("experts"), *bindings))
+        assert_same(on_meshes(tmp_path, ("1x1x8x1", *self.MESHES), *stack("experts"), *bindings))
+
+    def test_experts_choose_alike_in_bfloat16(self, tmp_path):
+        """Scores are of float32, and what `tensor` divides is rounded when its sum is whole."""
+        rows = on_meshes(
+            tmp_path, ("1x1x8x1", "1x1x2x4", "1x2x2x2"), *stack("experts"), "ModelConfig.dtype = 'bfloat16'"
+        )
+        for row in rows:
+            assert row["pairs"] == 0, row
+            assert row["loss"] < 1e-4, row
+            assert row["gradient"] < 0.02, row
 
     def test_no_context_and_no_bias(self, tmp_path):
         bindings = ("AAMoEConfig.context = 'none'", "AAMoEConfig.bias = 'none'")
@@ -209,6 +220,18 @@ class TestWhatIsSent:
     def test_collectives_of_a_layer_are_those_of_the_design(self, sent):
         two, four = ({name: count for name, (count, _) in sent[key].items()} for key in ("1x2x2x2", "1x2x2x2, deeper"))
         assert {name: (four[name] - two[name]) / 2 for name in four} == PER_LAYER
+
+    def test_tokens_of_experts_travel_and_experts_do_not(self, sent):
+        """A layer with 2 of 8 experts a token, 8 rows of 128 tokens on 4 shards of `resource`, each with all rows."""
+        whole, half = sent["1x1x4x2, experts"], sent["1x1x4x2, experts with a capacity"]
+        tokens, shards, width, bytes_each = 8 * 128 // 4, 4, 32, 4
+        # There and back, and their gradients: x, y; the expert and the weight of each, and the weight's gradient.
+        of_a_pair = bytes_each * (4 * width + 3)
+        for found, room in ((whole, 2 * tokens), (half, tokens // 2)):  # both on one shard; the even share
+            assert found["all-to-all resource"] == [7, (shards - 1) * room * of_a_pair]
+            # Of the loss that balances them: how many tokens of each row want each of the 8 experts.
+            assert found["all-gather resource"] == [1, 8 * 8 * bytes_each * (shards - 1)]
+            assert "reduce-scatter resource" not in found
 
 
 PER_LAYER = {
