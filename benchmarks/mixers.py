@@ -1,4 +1,4 @@
-"""Forward and backward pass of every mixer against standard attention, over sequence lengths.
+"""Forward and backward pass of every mixer against standard attention, or another one, over sequence lengths.
 
     python -m benchmarks.mixers --output=experiments/results/mixers.json
     python -m benchmarks.mixers --lengths=64,128 --rounds=2 --mixers=aamoe,moe
@@ -34,6 +34,10 @@ from experiments.program import command_line, publish, start
 
 FLAGS = flags.FLAGS
 STANDARD: str = "attention"
+NAMES = {
+    STANDARD: "standard attention, which is computed block by block (`masked_attention` is the same in whole squares)",
+    "feed_forward": "a feed-forward",
+}
 
 
 class MaskedAttention(CausalAttention):
@@ -57,19 +61,20 @@ def define_flags() -> None:
     register("masked_attention", "attention in whole squares", heads="softmax")(MaskedAttention)
     flags.DEFINE_list("lengths", ["1024", "4096", "16384"], "L: tokens of the one row, ascending.")
     flags.DEFINE_integer("rounds", 5, "Timed runs of each mixer at each length; 0: compile it only.", lower_bound=0)
-    flags.DEFINE_list("mixers", sorted(MIXERS), f"Which mixers; {STANDARD} is always among them.")
+    flags.DEFINE_list("mixers", sorted(MIXERS), "Which mixers, beside the one of --against.")
+    flags.DEFINE_enum("against", STANDARD, sorted(MIXERS), "The mixer that ratios are to.")
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations and products.")
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
     measure.define_model_flags()
     flags.adopt_module_key_flags(measure)
 
 
-def chosen(wanted: list[str]) -> list[str]:
+def chosen(wanted: list[str], standard: str = STANDARD) -> list[str]:
     """Those that are wanted in alphabetical order, the standard among them."""
     unknown = sorted(set(wanted) - set(MIXERS))
     if unknown:
         raise app.UsageError(f"--mixers: there is no {', '.join(unknown)}; there are {', '.join(sorted(MIXERS))}")
-    return [name for name in sorted(MIXERS) if name in wanted or name == STANDARD]
+    return [name for name in sorted(MIXERS) if name in wanted or name == standard]
 
 
 def both_passes(trial: Trial) -> Callable[..., tuple[Any, Any]]:
@@ -120,28 +125,28 @@ def measure_length(config: ModelConfig, names: list[str], length: int, rounds: i
 
 def report(record: Mapping[str, Any]) -> str:
     """The whole record as markdown."""
-    machine, setting = record["machine"], record["setting"]
+    machine, setting, against = record["machine"], record["setting"], record.get("against", STANDARD)
     timing = "Compiled, and not run."
     if record["rounds"]:
         timing = f"Median of {record['rounds']} rounds; in each round every mixer runs once, one after the other."
     sections = [
-        "# Every mixer against standard attention, forward and backward",
+        f"# Mixers against {against.replace('_', '-')}, forward and backward",
         f"    {record['command']}",
         f"{machine['device']}, {machine['cores']} cores, JAX {machine['versions']['jax']}; {setting}. {timing}",
-        "Ratios are to standard attention in the same run, which is computed block by block; `masked_attention` is the "
-        "same in whole squares. FLOPs are the ledger's in closed form, all budgets spent, "
-        "the backward pass as twice the forward; memory is what the compiler has laid out. Mixers are as they are "
+        f"Ratios are to {NAMES.get(against, against)} in the same run. "
+        "FLOPs are the ledger's in closed form, all budgets spent, the backward pass as twice the forward; "
+        "memory is what the compiler has laid out. Mixers are as they are "
         "initialised: budgets of AA-MoE are alike, half of the experts of `relu_moe` are on, more than it aims "
         f"at. A mixer that takes more than {record['room_bytes'] / 2**30:.1f} GiB was not run.",
     ]
     for row in record["rows"]:
-        sections += [f"## L = {row['length']}", length_table(row)]
+        sections += [f"## L = {row['length']}", length_table(row, against)]
     return "\n\n".join(sections) + "\n"
 
 
-def length_table(row: Mapping[str, Any]) -> str:
+def length_table(row: Mapping[str, Any], against: str = STANDARD) -> str:
     """One line per mixer."""
-    standard = row["mixers"][STANDARD]
+    standard = row["mixers"][against]
 
     def relative(entry: Mapping[str, Any], key: str) -> str:
         return "-" if None in (entry[key], standard[key]) else f"{entry[key] / standard[key]:.2f}"
@@ -155,7 +160,7 @@ def length_table(row: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    config, names = measure.model_config(num_layers=1, dtype=FLAGS.dtype), chosen(FLAGS.mixers)
+    config, names = measure.model_config(num_layers=1, dtype=FLAGS.dtype), chosen(FLAGS.mixers, FLAGS.against)
     room, rows = measure.available_bytes() / 2, []
     for length in map(int, FLAGS.lengths):
         rows.append(measure_length(config, names, length, FLAGS.rounds, room))
@@ -164,6 +169,7 @@ def main() -> None:
         "command": command_line("benchmarks.mixers"),
         "machine": measure.machine(),
         "setting": f"{measure.sizes(config)}, one row, {config.dtype}",
+        "against": FLAGS.against,
         "rounds": FLAGS.rounds,
         "room_bytes": room,
         "rows": rows,

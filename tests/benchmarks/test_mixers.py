@@ -91,5 +91,14 @@ def test_the_program_measures_and_writes(tmp_path):
 
 def test_the_standard_is_among_those_chosen_and_unknown_ones_are_refused():
     assert mixers.chosen(["moe", "aamoe"]) == ["aamoe", "attention", "moe"]
+    assert mixers.chosen(["moe"], "feed_forward") == ["feed_forward", "moe"]
     with pytest.raises(app.UsageError, match="there is no none"):
         mixers.chosen(["none"])
+
+
+def test_ratios_are_to_the_one_that_is_asked_for():
+    entries = {
+        name: {"milliseconds": time, "flops": 1.0, "compiled_bytes": 1} for name, time in (("a", 2.0), ("b", 4.0))
+    }
+    lines = mixers.length_table({"mixers": entries}, "b").splitlines()
+    assert [line.split("|")[3].strip() for line in lines[2:]] == ["0.50", "1.00"]

@@ -138,8 +138,8 @@ class TestEveryKindOfLayer:
         assert_same(on_meshes(tmp_path, self.MESHES, *stack("deconstructed")))
 
     def test_experts(self, tmp_path):
-        """With their losses, routers that look back across parts of a row, and tokens that find no room. Of the twenty
-        meshes those that divide experts by 2 and by 8; experiments/results/meshes_experts.md has all."""
+        """With their losses, routers that look back across parts of a row, and tokens that find no room. On
+        meshes that divide experts by 2 and by 8."""
         bindings = (
             "MoEConfig.router = 'attention'",
             "MoEConfig.router_input = 'causal_conv'",
