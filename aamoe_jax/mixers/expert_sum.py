@@ -62,8 +62,8 @@ def expert_sum(
 ) -> Float[Array, "T d"]:
     """sum_l p_l V_l ReLU(K_l x) over the chosen; 0 where nothing was (UNI-03, eq 5).
 
-    In float32, for `tensor` divides hidden units: a sum that is rounded once it is whole is the same on every mesh, and
-    so are the choices of the next layer.
+    In float32, for `tensor` divides hidden units: a sum is rounded once it is whole, so that meshes differ by the order
+    of float32 sums alone, and the choices of the next layer hardly ever.
 
     Args:
       room: at least as many as any one shard of `resource` gets of the copies here.

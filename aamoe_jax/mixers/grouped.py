@@ -3,8 +3,8 @@
 One loop goes through the groups, and inside of it loops through blocks of their rows, large blocks first. Block by
 block an expert's two products, and five in the backward pass, follow each other while their operands are in the cache;
 hidden units are kept. The last block of a group reaches into the rows of the next one, which come later and write over
-it. A product over all experts with zeros in it, which is what XLA makes of `jax.lax.ragged_dot` on CPUs and GPUs, would
-save nothing.
+it. A product over all experts with zeros in it, which is what XLA makes of `jax.lax.ragged_dot` on CPUs, would save
+nothing.
 
 Shapes: S rows, G groups, d width, w hidden units of each group here, n rows of a block.
 """
