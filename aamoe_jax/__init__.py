@@ -25,8 +25,8 @@ from aamoe_jax.mixers.base import Context, Mixer, causal_mask
 from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
 from aamoe_jax.mixers.costs import Costs, Setting
 from aamoe_jax.mixers.depth import MixtureOfDepthsConfig
-from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
 from aamoe_jax.mixers.experts import MoEConfig
+from aamoe_jax.mixers.filtered import FilteredAttentionConfig
 from aamoe_jax.mixers.fixed_maps import FixedQKConfig
 from aamoe_jax.mixers.sparse_attention import SparseAttentionConfig
 from aamoe_jax.mixers.statistics import summarize

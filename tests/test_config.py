@@ -23,8 +23,8 @@ from aamoe_jax.config import (
     to_dict,
 )
 from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
-from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
 from aamoe_jax.mixers.experts import MoEConfig
+from aamoe_jax.mixers.filtered import FilteredAttentionConfig
 from aamoe_jax.mixers.sparse_attention import SparseAttentionConfig
 from pallas_kernels.block_sparse_attention import IMPLEMENTATIONS
 

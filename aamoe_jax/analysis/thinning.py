@@ -24,7 +24,7 @@ from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.evaluation.perplexity import Evaluation, Evaluator, causal_budget
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
-from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
+from aamoe_jax.mixers.filtered import FilteredAttentionConfig
 from aamoe_jax.mixers.fixed_maps import fixed_streams
 from aamoe_jax.model import betas_of_blocks, merge, structure
 from aamoe_jax.patterns import mixers_of

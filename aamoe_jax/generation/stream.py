@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jaxtyping import Int
 
-from aamoe_jax.config import ConfigError, ModelConfig
-from aamoe_jax.generation.decoder import Decoder
+from aamoe_jax.config import ConfigError
+from aamoe_jax.generation.decoder import Decoder, State
 from aamoe_jax.generation.sampling import NO_TOKEN, Sampling
-from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
+from aamoe_jax.mixers.filtered import FilteredAttentionConfig, FilteredCache
 
 Tokens = Int[np.ndarray, "_"]
 Stop = tuple[int, ...]
@@ -30,6 +31,8 @@ def stream(
 ) -> Iterator[list[int | None]]:
     """The next token of every row, again and again; None for a row that has ended.
 
+    At the end a warning says how many neurons filtered caches had no room for, if there were any.
+
     Args:
       prompts: one per row, of any lengths.
       stop: sequences of tokens that end a row once it has them (they are given out too); what stands in the prompt
@@ -38,7 +41,7 @@ def stream(
 
     Raises:
       ConfigError: for prompts that are empty or do not fit, empty stops, and scales out of range; and on the way where
-        logits are no numbers, as those of a filtered cache that is full.
+        logits are no numbers.
     """
     decoder.check_scale(budget_scale)
     lengths = [len(prompt) for prompt in prompts]
@@ -66,22 +69,36 @@ def stream(
             tokens = np.asarray(pending.pop(0)).tolist()
             alive = [not _ended(text, stop) for text in texts]
             if any(token == NO_TOKEN and live for token, live in zip(tokens, alive, strict=True)):
-                raise ConfigError(_no_token(decoder.plan.config, step - 1))
+                raise ConfigError(f"the model's logits are no numbers, after {step - 1} new tokens")
             yield [token if live else None for token, live in zip(tokens, alive, strict=True)]
             for text, token, live in zip(texts, tokens, alive, strict=True):
                 text += [token] * live
             if all(_ended(text, stop) for text in texts):
-                return
+                break
+        _report(decoder, state)
 
     return steps()
 
 
+def evictions(state: State) -> tuple[int, int]:
+    """(evicted, kept): neurons that the caches of filtered layers had no room for, and all that filters let through."""
+    caches = jax.tree.leaves(state.caches, is_leaf=lambda x: isinstance(x, FilteredCache))
+    filtered = [cache for cache in caches if isinstance(cache, FilteredCache)]
+    evicted = sum(int(cache.evicted.sum()) for cache in filtered)
+    return evicted, evicted + sum(int(jnp.isfinite(cache.log_gate).sum()) for cache in filtered)
+
+
+def _report(decoder: Decoder, state: State) -> None:
+    evicted, kept = evictions(state)
+    if evicted:
+        filtering = decoder.plan.config.of(FilteredAttentionConfig)
+        places, length = filtering.places(decoder.plan.capacity), decoder.plan.capacity
+        logging.warning(
+            "filtered_attention evicted %d of the %d keys that it kept: its caches have %d places for %d tokens; "
+            "FilteredAttentionConfig.capacity = %s, a larger one keeps more",
+            *(evicted, kept, places, length, filtering.capacity),
+        )
+
+
 def _ended(text: list[int], stop: Sequence[Stop]) -> bool:
     return any(tuple(text[-len(end) :]) == end for end in stop)
-
-
-def _no_token(config: ModelConfig, new_tokens: int) -> str:
-    if config.layers_of("filtered_attention"):
-        field = f"FilteredAttentionConfig.capacity = {config.of(FilteredAttentionConfig).capacity}"
-        return f"{field}: a head kept more keys than that, after {new_tokens} new tokens"
-    return f"the model's logits are no numbers, after {new_tokens} new tokens"

@@ -15,9 +15,10 @@ from jaxtyping import Array, Float
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.base import Statistics
 from aamoe_jax.mixers.experts import MoEConfig
+from aamoe_jax.mixers.filtered import FilteredAttentionConfig
 from aamoe_jax.registry import MIXERS
 
-LOSSES = ("predictor_loss", "balance_loss", "sparsity_loss")
+LOSSES = ("predictor_loss", "balance_loss", "sparsity_loss", "filter_loss")
 """The statistics that are such losses."""
 PREDICTOR_WEIGHT = 0.1
 """Of a loss whose gradient stops at the predictor's input, is clipped by itself, and meets Adam: it never changes the
@@ -34,7 +35,11 @@ def loss_weights(config: ModelConfig) -> Weights:
     """The weights of LOSSES, which are means over the layers that have them. That of `sparsity_loss`, lambda of every
     layer of ReLU experts, is in the state."""
     layers = _layers_with("balance_loss", config)  # Switch adds the losses of all layers
-    return {"predictor_loss": PREDICTOR_WEIGHT, "balance_loss": layers * config.of(MoEConfig).balance_weight}
+    return {
+        "predictor_loss": PREDICTOR_WEIGHT,
+        "balance_loss": layers * config.of(MoEConfig).balance_weight,
+        "filter_loss": _layers_with("filter_loss", config) * config.of(FilteredAttentionConfig).target_weight,
+    }
 
 
 def auxiliary_loss(weights: Weights, statistics: Statistics) -> Float[Array, ""] | float:

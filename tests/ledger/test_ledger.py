@@ -17,8 +17,8 @@ from aamoe_jax.ledger.report import report, symbols_of
 from aamoe_jax.mixers.build import costs
 from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
 from aamoe_jax.mixers.costs import Costs, Setting
-from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
 from aamoe_jax.mixers.experts import MoEConfig
+from aamoe_jax.mixers.filtered import FilteredAttentionConfig
 from aamoe_jax.mixers.sparse_attention import SparseAttentionConfig
 from aamoe_jax.registry import MIXERS
 from pallas_kernels.block_sparse_attention import Pairs, block_sparse_attention, xla

@@ -6,7 +6,7 @@ import numpy as np
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
-from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
+from aamoe_jax.mixers.filtered import FilteredAttentionConfig
 from tests.mixers.rows import Rows, heads_of, rms, turned
 
 

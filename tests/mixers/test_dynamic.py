@@ -14,16 +14,17 @@ import pytest
 from flax import nnx
 
 from aamoe_jax.analysis import clusters
-from aamoe_jax.config import ConfigError, ModelConfig
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.cost import parameter_count
 from aamoe_jax.generation.decoder import Decoder
 from aamoe_jax.generation.sampling import Sampling
-from aamoe_jax.generation.stream import stream
+from aamoe_jax.generation.stream import evictions, stream
 from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.clustered import ClusteredAttention, ClusteredAttentionConfig
-from aamoe_jax.mixers.dynamic import FilteredAttention, FilteredAttentionConfig, GatedAttention, SquareRootAttention
+from aamoe_jax.mixers.dynamic import GatedAttention, SquareRootAttention
 from aamoe_jax.mixers.feed_forward import FeedForward, SwiGLU
+from aamoe_jax.mixers.filtered import FilteredAttention, FilteredAttentionConfig
 from tests.aamoe.helpers import apply, context_of, inputs
 from tests.generation.helpers import assert_parity
 from tests.mixers.oracle_dynamic import filter_gate
@@ -159,25 +160,87 @@ class TestPM10:
         params, length, starts = params_of(config), 35, [24, 30]
         places = length + starts[1] - starts[0] + 1
         whole = Decoder(config, params, length=places).prefill(list(np.asarray(tokens_of(2, length))))
-        kept = max(int(period[0]["attention"].count.max()) for period in whole.caches)
+        held = [jnp.isfinite(period[0]["attention"].log_gate).sum(-1) for period in whole.caches]
+        kept = max(int(count.max()) for count in held)
         assert length / 4 < kept < length
         tight = dataclasses.replace(config, own=(FilteredAttentionConfig(capacity=kept / places),))
         assert_parity(tight, params, length=length, starts=starts)
 
-    def test_what_finds_no_room_is_counted_and_ends_the_row(self):
+    def test_by_default_it_is_smaller_than_that_of_attention(self):
+        sizes = [
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(lambda p=part: p.empty_cache(3, 64))))
+            for part in (kind(config_of(), rngs=nnx.Rngs(0)) for kind in (FilteredAttention, CausalAttention))
+        ]
+        assert sizes[0] < sizes[1]
+        assert FilteredAttentionConfig().places(64) == 40
+        assert FilteredAttentionConfig(target_share=0.25).places(64) == 20
+        assert FilteredAttentionConfig(capacity=0.9).places(64) == 58
+        for all_may_be_kept in (
+            FilteredAttentionConfig("message_norm"),
+            FilteredAttentionConfig(threshold=0.0),
+            FilteredAttentionConfig(target_share=None),
+            FilteredAttentionConfig(target_share=0.9),
+        ):
+            assert all_may_be_kept.places(64) == 64
+
+    @pytest.mark.parametrize("filtering", ["learned", "none"])
+    def test_a_full_cache_has_the_most_certain_and_of_equals_the_latest(self, filtering):
+        """Whatever part of the text came at once."""
+        config = config_of(FilteredAttentionConfig(filtering, threshold=0.86, capacity=0.3))
+        part, places = FilteredAttention(config, rngs=nnx.Rngs(0)), 7
+        if filtering == "learned":
+            part.filter.kernel[...] = 0.05 * jax.random.normal(jax.random.key(4), part.filter.kernel.shape)
+        h = inputs(2, LENGTH)
+        gate = np.asarray(part.log_gate(h, part.qkv(h)[2])).swapaxes(1, 2).reshape(8, LENGTH)
+        kept = np.isfinite(gate)
+        for prompt in (1, 6, 15, LENGTH):
+            given = jnp.tile((jnp.arange(LENGTH) < prompt).astype(jnp.int32), (2, 1))
+            padded = context_of(config, 2, LENGTH, segment_ids=given)
+            cache = part.fill(h, padded, part.empty_cache(2, LENGTH))
+            for at in range(prompt, LENGTH):
+                token = Context(jnp.ones((2, 1), jnp.int32), jnp.full((2, 1), at), "prefix", 1.0)
+                cache = part.decode(h[:, at : at + 1], token, cache)[1]
+            for head in range(8):
+                best = sorted(range(LENGTH), key=lambda j, head=head: (gate[head, j], j))[-places:]
+                held = np.isfinite(cache.log_gate[head])
+                assert set(np.asarray(cache.position[head])[held]) == {j for j in best if kept[head, j]}
+            np.testing.assert_array_equal(cache.evicted, np.maximum(kept.sum(1) - places, 0))
+        assert kept.sum(1).min() < LENGTH or filtering == "none"
+        assert kept.sum(1).max() > places
+
+    def test_what_is_evicted_is_counted_and_generation_goes_on(self, caplog):
         config = dataclasses.replace(
             config_of(FilteredAttentionConfig("none", capacity=0.5)), pattern=("filtered_attention",), num_layers=1
         )
         decoder = Decoder(config, params_of(config), length=8)
         state = decoder.prefill([np.asarray(tokens_of(1, 3))[0], np.asarray(tokens_of(1, 4))[0]])
+        assert evictions(state) == (0, 4 * 7)
         state = decoder.append(state, np.array([5, 5]))
-        assert jnp.isfinite(state.logits[0]).all()
-        assert jnp.isnan(state.logits[1]).all()
-        np.testing.assert_array_equal(state.caches[0][0]["attention"].overflow.reshape(2, 4), [[0] * 4, [1] * 4])
+        np.testing.assert_array_equal(state.caches[0][0]["attention"].evicted.reshape(2, 4), [[0] * 4, [1] * 4])
+        assert evictions(state) == (4, 4 * 9)
+        assert jnp.isfinite(state.logits).all()
         steps = stream(decoder, list(np.asarray(tokens_of(1, 3))), new_tokens=4, sampling=Sampling(temperature=0.0))
-        assert 0 <= next(steps)[0] < config.vocab_size
-        with pytest.raises(ConfigError, match=r"capacity = 0\.5: a head kept more keys than that"):
-            list(steps)
+        assert all(0 <= token < config.vocab_size for (token,) in steps)
+        assert "evicted 12 of the 28 keys that it kept: its caches have 4 places for 8 tokens" in caplog.text
+
+    @pytest.mark.parametrize("threshold", [0.5, 0.86])
+    def test_the_loss_moves_the_share_of_every_row_and_head_to_its_target(self, threshold):
+        """By the logits alone, all of a row and head alike; from above and from below."""
+        config = config_of(FilteredAttentionConfig(threshold=threshold, target_share=0.4))
+        part = FilteredAttention(config, rngs=nnx.Rngs(0))
+        part.filter.kernel[...] = 0.05 * jax.random.normal(jax.random.key(4), part.filter.kernel.shape)
+        part.filter_bias[...] = jnp.asarray([3.0, 2.0, 1.0, -3.0])
+        h, context = inputs(2, LENGTH), context_of(config, 2, LENGTH, segment_ids=SEGMENTS)
+        graphdef, params = nnx.split(part)
+        loss = lambda params: nnx.merge(graphdef, params)(h, context)[1]["filter_loss"]  # noqa: E731
+        found = jax.jit(jax.grad(loss))(params)
+        certainty = jax.nn.sigmoid(part._logit(h))
+        real = (SEGMENTS > 0)[..., None]
+        share = ((certainty >= threshold) & real).sum(1) / real.sum(1)
+        wanted = jnp.where(real, (share - 0.4)[:, None], 0) / 4
+        np.testing.assert_allclose(found["filter_bias"][...], wanted.sum((0, 1)), atol=1e-5)
+        np.testing.assert_allclose(found["filter"]["kernel"][...], jnp.einsum("bld,blg->dg", h, wanted), atol=1e-4)
+        assert not jnp.any(found["qkv"]["key"]["kernel"][...])
 
     def test_a_learned_filter_learns_to_drop_noise(self):
         """Half the tokens are the wanted one, half are noise, which queries and keys of 0 cannot tell apart."""

@@ -17,8 +17,8 @@ from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig
 from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
 from aamoe_jax.mixers.depth import MixtureOfDepthsConfig
-from aamoe_jax.mixers.dynamic import FilteredAttentionConfig
 from aamoe_jax.mixers.experts import MoEConfig
+from aamoe_jax.mixers.filtered import FilteredAttentionConfig
 from aamoe_jax.mixers.sparse_attention import SparseAttentionConfig
 from aamoe_jax.registry import MIXERS
 from tests.mixers import (
