@@ -60,6 +60,8 @@ NEAREST = (
     ("aamoe_jax/mixers/grouped.py", ("tests/mixers/test_experts.py",)),
     ("aamoe_jax/mixers/depth.py", ("tests/mixers/test_depth.py",)),
     ("aamoe_jax/mixers/dynamic.py", ("tests/mixers/test_dynamic.py",)),
+    ("aamoe_jax/mixers/filtered.py", ("tests/mixers/test_dynamic.py",)),
+    ("aamoe_jax/mixers/routed.py", ("tests/mixers/test_routed.py",)),
     ("aamoe_jax/mixers/flash.py", ("tests/mixers/test_flash.py",)),
     ("aamoe_jax/mixers/fastest.py", ("tests/mixers/test_fastest.py",)),
     ("aamoe_jax/mixers/sparse_attention.py", ("tests/mixers/test_sparse_attention.py",)),

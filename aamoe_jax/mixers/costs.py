@@ -124,9 +124,9 @@ def rotated(at: Setting) -> Costs:
 class Loop(NamedTuple):
     """A loop over blocks of scores in a row, counted for one head."""
 
-    scores: int
+    scores: Number
     """All that it computes."""
-    turn: int
+    turn: Number
     """Of one block."""
 
 

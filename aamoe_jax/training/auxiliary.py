@@ -18,11 +18,13 @@ from aamoe_jax.mixers.experts import MoEConfig
 from aamoe_jax.mixers.filtered import FilteredAttentionConfig
 from aamoe_jax.registry import MIXERS
 
-LOSSES = ("predictor_loss", "balance_loss", "sparsity_loss", "filter_loss")
+LOSSES = ("predictor_loss", "balance_loss", "sparsity_loss", "filter_loss", "centroid_loss")
 """The statistics that are such losses."""
 PREDICTOR_WEIGHT = 0.1
 """Of a loss whose gradient stops at the predictor's input, is clipped by itself, and meets Adam: it never changes the
 model."""
+CENTROID_WEIGHT = 0.1
+"""The same of a loss that reaches centroids alone, but for the clusters that they make."""
 FIRST_WEIGHT = 1e-8
 """lambda_0: the sparsity loss begins without a say, and its weight grows for as long as it is needed (UNI-05)."""
 FACTOR = 1.2
@@ -39,6 +41,7 @@ def loss_weights(config: ModelConfig) -> Weights:
         "predictor_loss": PREDICTOR_WEIGHT,
         "balance_loss": layers * config.of(MoEConfig).balance_weight,
         "filter_loss": _layers_with("filter_loss", config) * config.of(FilteredAttentionConfig).target_weight,
+        "centroid_loss": CENTROID_WEIGHT,
     }
 
 

@@ -14,7 +14,7 @@ from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.costs import Setting
 from aamoe_jax.mixers.depth import MixtureOfDepths, MixtureOfDepthsConfig
 from aamoe_jax.mixers.statistics import summarize
-from aamoe_jax.training.optimizer import predictor_mask
+from aamoe_jax.training.optimizer import beside_mask
 from tests.aamoe.helpers import model_config
 from tests.generation.helpers import assert_parity
 from tests.mixers.oracle_depth import let_through, through
@@ -157,7 +157,7 @@ def test_it_decodes_as_it_was_trained(capacity):
 
 def test_the_predictor_is_clipped_apart():
     params = nnx.to_pure_dict(nnx.state(MixtureOfDepths(CONFIG, rngs=nnx.Rngs(0))))
-    apart = {name: set(jax.tree.leaves(mask)) for name, mask in predictor_mask(params).items()}
+    apart = {name: set(jax.tree.leaves(mask)) for name, mask in beside_mask(params).items()}
     assert apart == {name: {name == "predictor"} for name in params}
 
 
