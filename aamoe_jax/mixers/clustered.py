@@ -132,6 +132,7 @@ class ClusteredAttention(CausalAttention):
         return self.output(merge_heads(output)), statistics | loss
 
     def attention_map(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b H L S"]:
+        """The attention weights of every token here, head by head, in whole squares."""
         scores, _, rank, visible = self.ranked(h, context)
         return softmax_selected(scores, visible & (rank < self.clustering.clusters_kept))
 
