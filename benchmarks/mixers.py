@@ -2,14 +2,17 @@
 
     python -m benchmarks.mixers --output=experiments/results/mixers.json
     python -m benchmarks.mixers --lengths=64,128 --rounds=2 --mixers=aamoe,moe
+    python -m benchmarks.mixers --mixers=clustered_attention --gin_param='ClusteredAttentionConfig.clusters_kept = 2'
 
 At each length all mixers take turns, with a big matrix product as the machine's limit. What the compiler lays out in
 more than half of the machine's memory is not run, and the table says so. Beside time and memory stands what the ledger
-says of the FLOPs. Prints the tables; --output writes the record as JSON, and the tables beside it as markdown.
+says of FLOPs and of the cache. Prints the tables; --output writes the record as JSON, and the tables beside it as
+markdown.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import sys
@@ -30,6 +33,7 @@ from aamoe_jax.mixers.costs import Costs, Loop, Setting, key_value_cache, projec
 from aamoe_jax.registry import MIXERS, register
 from benchmarks import measure
 from benchmarks.report import table
+from experiments.binding import load_experiment
 from experiments.program import command_line, publish, start
 
 FLAGS = flags.FLAGS
@@ -63,6 +67,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("rounds", 5, "Timed runs of each mixer at each length; 0: compile it only.", lower_bound=0)
     flags.DEFINE_list("mixers", sorted(MIXERS), "Which mixers, beside the one of --against.")
     flags.DEFINE_enum("against", STANDARD, sorted(MIXERS), "The mixer that ratios are to.")
+    flags.DEFINE_multi_string("gin_param", [], "A field of a mixer's own config, as in gin; repeatable.")
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations and products.")
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
     measure.define_model_flags()
@@ -75,6 +80,14 @@ def chosen(wanted: list[str], standard: str = STANDARD) -> list[str]:
     if unknown:
         raise app.UsageError(f"--mixers: there is no {', '.join(unknown)}; there are {', '.join(sorted(MIXERS))}")
     return [name for name in sorted(MIXERS) if name in wanted or name == standard]
+
+
+def own_configs(bindings: list[str]) -> tuple[Any, ...]:
+    """The configs of mixers with these bindings, which may have no other fields."""
+    default, given = load_experiment().model, load_experiment(gin_params=bindings).model
+    if dataclasses.replace(given, own=default.own) != default:
+        raise app.UsageError(f"--gin_param: {', '.join(bindings)}: wanted fields of configs that one mixer has alone")
+    return given.own
 
 
 def both_passes(trial: Trial) -> Callable[..., tuple[Any, Any]]:
@@ -111,7 +124,8 @@ def measure_length(config: ModelConfig, names: list[str], length: int, rounds: i
         trial = Trial(name, config)
         compiled = compile_step(trial, length)
         size = measure.compiled_bytes(compiled)
-        figures[name] = {"compiled_bytes": size, "flops": 3 * costs(name, Setting(config, 1, length)).prefill_flops}
+        cost = costs(name, Setting(config, 1, length))
+        figures[name] = {"compiled_bytes": size, "flops": 3 * cost.prefill_flops, "cache_bytes": cost.cache_bytes}
         if rounds and size <= room:
             calls[name] = prepared(trial, compiled, length)
     times = measure.interleaved(calls | {"product": measure.product(config.dtype)}, rounds) if rounds else {}
@@ -135,7 +149,7 @@ def report(record: Mapping[str, Any]) -> str:
         f"{machine['device']}, {machine['cores']} cores, JAX {machine['versions']['jax']}; {setting}. {timing}",
         f"Ratios are to {NAMES.get(against, against)} in the same run. "
         "FLOPs are the ledger's in closed form, all budgets spent, the backward pass as twice the forward; "
-        "memory is what the compiler has laid out. Mixers are as they are "
+        "memory is what the compiler has laid out, the cache that of as many tokens. Mixers are as they are "
         "initialised: budgets of AA-MoE are alike, half of the experts of `relu_moe` are on, more than it aims "
         f"at. A mixer that takes more than {record['room_bytes'] / 2**30:.1f} GiB was not run.",
     ]
@@ -155,12 +169,17 @@ def length_table(row: Mapping[str, Any], against: str = STANDARD) -> str:
     for name, entry in row["mixers"].items():
         time = f"{entry['milliseconds']:.1f}" if entry["milliseconds"] else "not run"
         ratios = [relative(entry, key) for key in ("milliseconds", "flops", "compiled_bytes")]
-        lines.append([name, time, *ratios[:2], f"{entry['compiled_bytes'] / 2**20:.0f}", ratios[2]])
-    return table(["mixer", "ms", "time", "FLOPs", "MiB", "memory"], lines)
+        line = [name, time, *ratios[:2], f"{entry['compiled_bytes'] / 2**20:.0f}", ratios[2]]
+        if cached := standard.get("cache_bytes"):  # older records have none, and neither has a feed-forward
+            line.append(f"{entry['cache_bytes'] / cached:.2f}")
+        lines.append(line)
+    head = ["mixer", "ms", "time", "FLOPs", "MiB", "memory", "cache"]
+    return table(head[: len(lines[0])], lines)
 
 
 def main() -> None:
-    config, names = measure.model_config(num_layers=1, dtype=FLAGS.dtype), chosen(FLAGS.mixers, FLAGS.against)
+    config = measure.model_config(num_layers=1, dtype=FLAGS.dtype, own=own_configs(FLAGS.gin_param))
+    names = chosen(FLAGS.mixers, FLAGS.against)
     room, rows = measure.available_bytes() / 2, []
     for length in map(int, FLAGS.lengths):
         rows.append(measure_length(config, names, length, FLAGS.rounds, room))

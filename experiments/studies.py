@@ -155,6 +155,7 @@ STUDIES: Mapping[str, Study] = {
                 "clustered_attention+feed_forward",
                 "ClusteredAttentionConfig.clusters = 16",
                 "ClusteredAttentionConfig.clusters_kept = 4",
+                "ClusteredAttentionConfig.learn_centroids = False",
             ),
             "gates": stack("gated_attention+feed_forward"),
             "a square root": stack("sqrt_attention+feed_forward"),

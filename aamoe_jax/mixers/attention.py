@@ -85,8 +85,8 @@ class CausalAttention(Part):
 
     def _attend(
         self,
-        query: Float[Array, "b L H k"],
-        key: Float[Array, "b S G k"],
+        query: Float[Array, "a L H k"],
+        key: Float[Array, "a S G k"],
         value: Float[Array, "b S G k"],
         context: Context,
     ) -> Float[Array, "b L H k"]:

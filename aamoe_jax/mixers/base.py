@@ -239,3 +239,10 @@ def causal_mask(segment_ids: Int[Array, "b L"]) -> Bool[Array, "b L L"]:
     length = segment_ids.shape[1]
     causal = jnp.tril(jnp.ones((length, length), bool))
     return causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
+
+
+def document_starts(segment_ids: Int[Array, "b L"]) -> Int[Array, "b L"]:
+    """Where in the row the document of every token begins."""
+    index = jnp.arange(segment_ids.shape[1])
+    begins = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
+    return jax.lax.cummax(jnp.where(begins, index, 0), axis=1)

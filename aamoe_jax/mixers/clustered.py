@@ -18,7 +18,7 @@ from aamoe_jax.config import ModelConfig, refuse, require_positive
 from aamoe_jax.layers import apply_rotary, merge_heads, split_heads
 from aamoe_jax.mixers import routed
 from aamoe_jax.mixers.attention import CausalAttention
-from aamoe_jax.mixers.base import Context, Statistics
+from aamoe_jax.mixers.base import Context, Statistics, document_starts
 from aamoe_jax.mixers.cache import KeyValueCache
 from aamoe_jax.mixers.cache import empty_cache as empty_key_value_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Setting, blocks, key_value_cache, projections, rotated
@@ -223,13 +223,6 @@ class ClusteredAttention(CausalAttention):
 
     def _for_heads(self, x: Int[Array, "b n G"]) -> Int[Array, "b n H"]:
         return jnp.repeat(x, self.qkv.group, axis=2)
-
-
-def document_starts(segment_ids: Int[Array, "b S"]) -> Int[Array, "b S"]:
-    """Where in the row the document of every token begins."""
-    index = jnp.arange(segment_ids.shape[1])
-    begins = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
-    return jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
 
 
 def _keys_between(

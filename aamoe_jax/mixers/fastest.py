@@ -1,7 +1,8 @@
 """Causal attention by the best kernel for the device: JAX's splash attention on TPUs, cuDNN on GPUs, `flash` elsewhere.
 
-Both libraries want queries and keys of whole rows in bfloat16. cuDNN knows no documents: rows with several go through
-`flash`. Splash attention has been compiled for TPUs and interpreted, cuDNN's was never run: see docs/kernels.md.
+Both libraries want queries and keys of whole rows in bfloat16, and of every row: where all rows have the same, they are
+copied. cuDNN knows no documents: rows with several go through `flash`. Splash attention has been compiled for TPUs and
+interpreted, cuDNN's was never run: see docs/kernels.md.
 
 Shapes: b rows, S keys per row, q queries of them, H heads, G heads of keys and values, k = d / H.
 """
@@ -23,8 +24,8 @@ CUDNN_HEAD_SIZES = range(8, 129, 8)
 
 
 def fastest_attention(
-    query: Float[Array, "b q H k"],
-    key: Float[Array, "b S G k"],
+    query: Float[Array, "a q H k"],
+    key: Float[Array, "a S G k"],
     value: Float[Array, "b S G k"],
     segment_ids: Int[Array, "b S"],
     *,
@@ -34,12 +35,14 @@ def fastest_attention(
     """softmax(q K^T / sqrt(k)) V over a query's document, up to itself.
 
     Args:
+      query, key: of every row, or one for all.
       first: the place in the row of the first query.
       reach: the last so many tokens alone are seen, the token itself included; None: all.
     """
     blocks = functools.partial(_blocks, reach, first)
     if query.shape[1] != key.shape[1] or query.dtype != jnp.bfloat16:
         return blocks(query, key, value, segment_ids)
+    query, key = (jnp.broadcast_to(x, (len(value), *x.shape[1:])) for x in (query, key))
     if chips.kernels_by_default() and query.shape[1] % TILES[-1] == 0:
         return splash_attention(query, key, value, segment_ids, reach=reach)
     if jax.default_backend() == "gpu" and query.shape[-1] in CUDNN_HEAD_SIZES:

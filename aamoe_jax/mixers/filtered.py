@@ -17,10 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig, refuse, require_choice
 from aamoe_jax.layers import Projection, merge_heads, split_heads
-from aamoe_jax.mixers.attention import WeightedAttention
-from aamoe_jax.mixers.base import Context, Statistics
+from aamoe_jax.mixers import routed
+from aamoe_jax.mixers.attention import CausalAttention
+from aamoe_jax.mixers.base import Context, Statistics, document_starts
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache, flat_heads
-from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, projections, rotated, squares
+from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Setting, blocks, projections, rotated
 from aamoe_jax.mixers.statistics import shares
 from aamoe_jax.mixers.weighted_sum import WeightedSum, head_scores, softmax_selected
 from aamoe_jax.registry import register
@@ -65,11 +66,16 @@ class FilteredAttentionConfig:
         """The share of tokens that a head is made to keep; None: whatever the filter lets through."""
         return self.target_share if self.filter == "learned" and self.threshold > 0 else None
 
+    @property
+    def share(self) -> float:
+        """The share of tokens that a head keeps, as far as is known before training."""
+        return 1.0 if self.target is None else self.target
+
     def places(self, length: int) -> int:
         """N, for `length` tokens of a row."""
         share = self.capacity
         if share is None:
-            share = 1.0 if self.target is None else min(1.0, HEADROOM * self.target)
+            share = min(1.0, HEADROOM * self.share)
         return max(1, math.ceil(share * length))
 
 
@@ -147,13 +153,13 @@ class FilteredCache(NamedTuple):
     heads="softmax",
     config=FilteredAttentionConfig,
 )
-class FilteredAttention(WeightedAttention):
+class FilteredAttention(CausalAttention):
     """Softmax attention in which a token adds its neuron to a head only where its message is worth it (PM-10).
 
     What is kept depends on the token alone, so later tokens change nothing. A head without any neuron gives 0. Heads
     that have keys and values in common have their neurons in common too. A learned filter is trained towards a share
-    of tokens. The cache has the kept neurons alone, and room for about that share of all: while it has room, decoding
-    is the forward pass; then the least certain neurons are evicted.
+    of tokens. In a row the kept neurons alone are computed, forward and backward. The cache has those alone, and room
+    for about that share of all: while it has room, decoding is the forward pass; then the least certain are evicted.
     """
 
     losses = ("filter_loss",)
@@ -173,7 +179,7 @@ class FilteredAttention(WeightedAttention):
 
     @staticmethod
     def costs(at: Setting) -> Costs:
-        """Whole squares in a row, since what the filter leaves out is masked; in decoding the capacity of its cache.
+        """Attention to the share of keys that the filter aims at, or to all; in decoding to as many as its cache holds.
 
         The filter takes 2 d, or 2 k^2 + 2 k, a head and token.
         """
@@ -186,28 +192,55 @@ class FilteredAttention(WeightedAttention):
                 once, per_token = 2 * d * size * d + heads * 2 * d * (size**2 + size), heads * 2 * (size**2 + size)
             case "learned":
                 per_token, saved = 2 * d * heads, FLOAT * d if at.size < FLOAT else 0
-        short = dataclasses.replace(squares(at), decode_flops=at.rows * 4 * d * places)
+        visible = filtering.share * (at.length + 1) / 2
+        attended = blocks(at, FilteredAttention.loops(at), decoded=places, visible=visible)
         extra = at.per_token(per_token, saved) + Costs(prefill_flops=once, decode_flops=once)
         # Keys, values, what the filter adds to their scores, positions; and how many did not fit.
         cached = at.rows * (2 * places * at.kv_width * at.size + heads * (2 * FLOAT * places + FLOAT))
-        return projections(at) + rotated(at) + short + extra + Costs(cache_bytes=cached)
+        return projections(at) + rotated(at) + attended + extra + Costs(cache_bytes=cached)
+
+    @staticmethod
+    def loops(at: Setting) -> tuple[Loop, ...]:
+        """Heads are computed one after the other: a compiler counts one turn of one of them."""
+        block = min(routed.BLOCK, at.length)
+        scores = routed.loop(at.length, share=at.config.of(FilteredAttentionConfig).share)
+        return (Loop(scores, block**2 / (at.rows * at.config.num_heads)),)
 
     @staticmethod
     def summarize(statistics: Statistics) -> dict[str, Any]:
         """`neurons_kept`, the share of tokens that added a neuron to a head."""
         return shares(statistics, {"neurons_kept": ("neurons_added", "neurons_offered")})
 
-    def _weigh(
-        self, h: Float[Array, "b L d"], context: Context
-    ) -> tuple[Float[Array, "b H L S"], Float[Array, "b S G k"], Statistics]:
-        shards = context.shards
+    def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
+        query, key, value, here, log_gate = self._neurons(h, context)
+        kept, start = jnp.isfinite(log_gate), context.shards.part(document_starts(context.segment_ids), RESOURCE)
+        output, _ = routed.routed_attention(
+            query,
+            key,
+            value,
+            cluster=jnp.where(kept, 0, 1),  # what is kept is the one cluster, which all queries read
+            read=jnp.zeros((*query.shape[:3], 1), jnp.int32),
+            start=start,
+            clusters=1,
+            bias=jnp.where(kept, log_gate, 0),
+            first=context.attending_from,
+        )
+        statistics = self._statistics(here, context) | self._loss(h, log_gate, context)
+        return self.output(merge_heads(output)), statistics
+
+    def attention_map(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b H L S"]:
+        """The attention weights of every token here, head by head, in whole squares."""
+        query, key, _, _, log_gate = self._neurons(h, context)
+        gates = jnp.repeat(log_gate, self.qkv.group, axis=2).swapaxes(1, 2)[:, :, None]
+        visible = context.shards.part(self._visible(context), RESOURCE)[:, None] & jnp.isfinite(gates)
+        return softmax_selected(head_scores(query, key) + gates, visible)
+
+    def _neurons(self, h: Float[Array, "b L d"], context: Context) -> tuple[Array, ...]:
+        """Queries of the tokens here; keys, values of all tokens of the row; what the filter adds, here and of all."""
         query, key, value = self._rotated(h, context)
         here = self.log_gate(h, value)
-        key, value, log_gate = (shards.gather(x, RESOURCE) for x in (key, value, here))
-        statistics = self._statistics(here, context) | self._loss(h, log_gate, context)
-        gates = jnp.repeat(log_gate, self.qkv.group, axis=2).swapaxes(1, 2)[:, :, None]
-        visible = shards.part(self._visible(context), RESOURCE)[:, None] & jnp.isfinite(gates)
-        return softmax_selected(head_scores(query, key) + gates, visible), value, statistics
+        key, value, log_gate = (context.shards.gather(x, RESOURCE) for x in (key, value, here))
+        return query, key, value, here, log_gate
 
     def log_gate(self, h: Float[Array, "b L d"], value: Float[Array, "b L G k"]) -> Float[Array, "b L G"]:
         """What is added to the scores of every token's neuron in every head: -inf where it is left out.

@@ -1,8 +1,8 @@
 """Attention whose map does not follow the input, or not its context (DEC-06, DEC-07, DEC-08; Xue, Moosavi, Aletras).
 
 Queries and keys come from elsewhere, values from the input. Of a fixed sequence, which runs through the same stack as
-the batch does, the map is the same for every input: it has no batch axis before documents are masked. Of embeddings it
-depends on which tokens there are alone, so the maps of all layers are known before the first.
+the batch does, the map is the same for every input: its products are computed once for all rows, block by block. Of
+embeddings it depends on which tokens there are alone, so the maps of all layers are known before the first.
 
 Shapes: b rows, L tokens per row, s of them attend here, H heads, G heads of keys and values, k = d / H.
 """
@@ -21,10 +21,11 @@ from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.layers import apply_rotary, merge_heads, split_heads
-from aamoe_jax.mixers.attention import CausalAttention, WeightedAttention
+from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.base import Context, RotaryTables, Statistics, causal_mask
 from aamoe_jax.mixers.cache import fill_value, mix_values, write_value
-from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, projections, saved_norm, saved_rotation, squares
+from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Setting, projections, saved_norm, saved_rotation
+from aamoe_jax.mixers.flash import loop
 from aamoe_jax.mixers.weighted_sum import WeightedSum, head_scores, largest_logit, softmax_selected
 from aamoe_jax.registry import MIXERS, register
 from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS, WHOLE, Shards
@@ -83,10 +84,14 @@ def fixed_streams(config: ModelConfig, embed: Callable, length: int, shards: Sha
 
 
 class MapCache(NamedTuple):
-    """The map of all positions of the cache, which no step computes again (DEC-22), and values so far."""
+    """Queries and keys of all places of the cache, once for all rows, and values so far.
 
-    map: Float[Array, "H N N"]
-    value: Float[Array, "G k N"]
+    No step computes queries and keys again (DEC-22). Laid out, the map would take N numbers in place of k.
+    """
+
+    query: Float[Array, "N H k"]
+    key: Float[Array, "N G k"]
+    value: Float[Array, "B k N"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +102,11 @@ class FixedQKConfig:
     """A .npy of token ids. None: a short built-in text."""
 
 
-class FixedMapAttention(WeightedAttention):
+SAMPLED = 128
+"""Tokens of the fixed sequence whose logits are looked at for the largest."""
+
+
+class FixedMapAttention(CausalAttention):
     """softmax(q K^T / sqrt(k)) V with q and K of a fixed sequence at this depth, place by place in the row.
 
     Rotary positions are places in the row: a second document of a row continues the map where it stands.
@@ -109,61 +118,86 @@ class FixedMapAttention(WeightedAttention):
 
     @staticmethod
     def costs(at: Setting) -> Costs:
-        """The map of one row for all; values and W^O of every row. Decoding reads its row of the map.
+        """Scores of one row, block by block; values and W^O of every row. Decoding reads the keys of that row.
 
         Model FLOPs are those of attention, as if every row made its map: the fixed sequence costs what one more row
         does.
         """
         config, d, kv, length, s = at.config, at.width, at.kv_width, at.length, at.size
-        model = projections(at).model_flops + squares(at).model_flops
-        of_rows = at.per_token(2 * d * (kv + d) + 2 * d * length, s * (d + kv), s * kv, model_flops=model)
-        masked = at.tokens * config.num_heads * length * (1 + 2 * FLOAT + s)
-        queries_and_keys = length * (saved_norm(config, d) + saved_norm(config, kv) + s * (2 * d + kv))
+        scores = 4 * d * at.rows * sum(loop.scores for loop in FixedMapAttention.loops(at))
+        model = projections(at).model_flops + 2 * d * (length + 1)
+        saved = s * (2 * d + kv) + FLOAT * config.num_heads
+        of_rows = at.per_token(2 * d * (kv + d), saved, s * kv, model_flops=model)
+        queries_and_keys = saved_norm(config, d) + saved_norm(config, kv) + s * (2 * d + kv)
         return of_rows + Costs(
-            prefill_flops=length * 2 * d * (d + kv) + 2 * d * length**2,
-            activation_bytes=masked + queries_and_keys + length * 2 * saved_rotation(config.head_dim),
-            cache_bytes=config.num_heads * length**2 * s,
+            prefill_flops=length * 2 * d * (d + kv) + scores + 2 * d * length * min(SAMPLED, length),
+            decode_flops=at.rows * 4 * d * length,
+            activation_bytes=length * (queries_and_keys + 2 * saved_rotation(config.head_dim)),
+            cache_bytes=length * (d + kv) * s,
         )
 
-    def _weigh(
-        self, h: Float[Array, "b s d"], context: Context
-    ) -> tuple[Float[Array, "b H s L"], Float[Array, "b L G k"], Statistics]:
-        """The fixed map, from which every row hides what its documents do not let it see."""
-        # A prompt is shorter than the cache.
-        scores = self.scores(context)[None, :, : h.shape[1], : context.segment_ids.shape[1]]
-        seen = context.shards.part(causal_mask(context.segment_ids), RESOURCE)[:, None]
+    @staticmethod
+    def loops(at: Setting) -> tuple[Loop, ...]:
+        """Those of attention, where the scores, which are half of the products, are of one row."""
+        whole, share = loop(at.length, at.length), (1 + 1 / at.rows) / 2
+        return (Loop(share * whole.scores, share * whole.turn),)
+
+    def __call__(self, h: Float[Array, "b s d"], context: Context) -> tuple[Float[Array, "b s d"], Statistics]:
+        query, key = self._fixed(context)
         value = context.shards.gather(self._values(h), RESOURCE)
-        return softmax_selected(scores, seen), value, {"logit_absmax": largest_logit(scores, seen)}
+        # A prompt is shorter than the cache.
+        query, key = query[:, : h.shape[1]], key[:, : value.shape[1]]
+        statistics = {"logit_absmax": self._largest_logit(query, key, context)}
+        return self.output(merge_heads(self._attend(query, key, value, context))), statistics
+
+    def attention_map(self, h: Float[Array, "b s d"], context: Context) -> Float[Array, "b H s L"]:
+        """The fixed map, from which every row hides what its documents do not let it see."""
+        scores = self.scores(context)[None, :, : h.shape[1], : context.segment_ids.shape[1]]
+        return softmax_selected(scores, context.shards.part(causal_mask(context.segment_ids), RESOURCE)[:, None])
 
     def scores(self, context: Context) -> Float[Array, "H s L"]:
         """q . k / sqrt(k) of the places here with all places."""
-        stream = context.shards.gather(context.fixed.x[self.stream], TENSOR)
-        query, key, _ = self.qkv(stream)
-        rotary = context.fixed.context_of(self.stream, context).rotary(self.config).attending
-        key = context.shards.gather(apply_rotary(key, rotary), RESOURCE)
-        return head_scores(apply_rotary(query, rotary), key)[0]
+        return head_scores(*self._fixed(context))[0]
 
     def empty_cache(self, rows: int, length: int) -> MapCache:
-        """The map, and space for `length` values in every row."""
-        config = self.config
-        return MapCache(
-            jnp.zeros((config.num_heads, length, length), config.dtype),
-            jnp.zeros((rows * config.kv_heads, config.head_dim, length), config.dtype),
-        )
+        """Queries and keys of one row, and space for `length` values in every row."""
+        config, (heads, size) = self.config, (self.config.kv_heads, self.config.head_dim)
+        shapes = (length, config.num_heads, size), (length, heads, size), (rows * heads, size, length)
+        return MapCache(*(jnp.zeros(shape, config.dtype) for shape in shapes))
 
     def fill(self, h: Float[Array, "b s d"], context: Context, cache: MapCache) -> MapCache:
-        """The map of the whole cache, and the values of the prompt."""
-        causal = jnp.tril(jnp.ones(cache.map.shape[1:], bool))
-        weights = softmax_selected(self.scores(context), causal)
-        return MapCache(weights.astype(cache.map.dtype), fill_value(cache.value, self._values(h)))
+        """Queries and keys of the whole cache, and the values of the prompt."""
+        query, key = self._fixed(context)
+        return MapCache(query[0], key[0], fill_value(cache.value, self._values(h)))
 
     def decode(
         self, h: Float[Array, "b 1 d"], context: Context, cache: MapCache
     ) -> tuple[Float[Array, "b 1 d"], MapCache]:
-        """One more token in every row: its row of the map."""
-        cache = MapCache(cache.map, write_value(cache.value, context.positions, self._values(h)))
-        weights = cache.map[:, context.positions[:, 0]].swapaxes(0, 1)
+        """One more token in every row, at its place of the map."""
+        cache = cache._replace(value=write_value(cache.value, context.positions, self._values(h)))
+        query, place = cache.query[context.positions[:, 0]], jnp.arange(len(cache.key))
+        scores = head_scores(query[None], cache.key[None])[0].swapaxes(0, 1)
+        weights = softmax_selected(scores, place <= context.positions[..., None])
         return self.output(merge_heads(mix_values(cache.value, weights))), cache
+
+    def _fixed(self, context: Context) -> tuple[Float[Array, "1 s H k"], Float[Array, "1 L G k"]]:
+        """Queries of the places here and keys of all places."""
+        stream = context.shards.gather(context.fixed.x[self.stream], TENSOR)
+        query, key, _ = self.qkv(stream)
+        rotary = context.fixed.context_of(self.stream, context).rotary(self.config).attending
+        return apply_rotary(query, rotary), context.shards.gather(apply_rotary(key, rotary), RESOURCE)
+
+    def _largest_logit(
+        self, query: Float[Array, "1 s H k"], key: Float[Array, "1 L G k"], context: Context
+    ) -> Float[Array, ""]:
+        """Of at most SAMPLED places here, evenly apart."""
+        count = query.shape[1]
+        place = np.linspace(0, count - 1, min(SAMPLED, count)).round().astype(np.int32)
+        at, index = context.attending_from + place, jnp.arange(key.shape[1])
+        segments = context.segment_ids
+        seen = (segments[:, at, None] == segments[:, None]) & (segments[:, at, None] > 0)
+        seen = (seen & (index <= at[:, None])).any(0)
+        return largest_logit(head_scores(query[:, place], key)[0], seen)
 
     def _values(self, h: Float[Array, "b s d"]) -> Float[Array, "b s G k"]:
         return split_heads(self.qkv.value(h), self.config.head_dim)

@@ -5,7 +5,8 @@ and the backward pass computes it again from the log-sum-exp that the forward pa
 a key are skipped: those in the future, out of reach, or of other documents. So a window costs linear time.
 
 Shapes: b rows, S keys per row, q queries of them, H heads, G heads of keys and values, r = H / G, k = d / H, t queries
-(and keys) per block, n blocks of queries, m blocks of keys.
+(and keys) per block, n blocks of queries, m blocks of keys; a = b, or 1 where queries and keys are the same in all
+rows, whose products are then computed once.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ LOWEST = -1e30
 BLOCK = 128
 """t: the scores of a few heads stay in the cache of a core."""
 
-Queries = Float[Array, "n b G r t k"]
-Statistic = Float[Array, "n b G r t"]
-Keys = Float[Array, "m b G t k"]
+Queries = Float[Array, "n a G r t k"]
+Keys = Float[Array, "m a G t k"]
+Values = Float[Array, "m b G t k"]
+Outputs = tuple[Float[Array, "n b G r t k"], Float[Array, "n b G r t"]]
+"""The output, and the log-sum-exp of the scores."""
 Place = Int[Array, ""] | int
 
 
@@ -46,7 +49,7 @@ class Blocks(NamedTuple):
 
     query: Queries
     key: Keys
-    value: Keys
+    value: Values
 
 
 class Places(NamedTuple):
@@ -81,8 +84,8 @@ CAUSAL = Band()
 
 
 def flash_attention(
-    query: Float[Array, "b q H k"],
-    key: Float[Array, "b S G k"],
+    query: Float[Array, "a q H k"],
+    key: Float[Array, "a S G k"],
     value: Float[Array, "b S G k"],
     segment_ids: Int[Array, "b S"],
     band: Band = CAUSAL,
@@ -103,11 +106,11 @@ def flash_attention(
       `Attended`, differentiable in query, key and value through both. Products in the type of the inputs, sums and
       softmax in float32. What no query sees changes no bit of it.
     """
-    (rows, queries, heads, size), (keys, groups) = query.shape, key.shape[1:3]
+    (maps, queries, heads, size), (rows, keys, groups, _) = query.shape, value.shape
     if query_segments is None:
         query_segments = jax.lax.dynamic_slice_in_dim(segment_ids, first, queries, axis=1)
     block = block_size(max(queries, keys)) if block is None else block
-    of_queries = jnp.moveaxis(token_blocks(query, block).reshape(-1, rows, block, groups, heads // groups, size), 2, 4)
+    of_queries = jnp.moveaxis(token_blocks(query, block).reshape(-1, maps, block, groups, heads // groups, size), 2, 4)
     of_keys, of_values = (token_blocks(x, block).swapaxes(2, 3) for x in (key, value))
     # Tokens that fill the last block are of the last document, but later than all of it: nothing real sees them.
     mine, theirs = (token_blocks(x, block, "edge") for x in (query_segments, segment_ids))
@@ -138,12 +141,13 @@ def loop(queries: int, keys: int, band: Band = CAUSAL, first: int = 0) -> Loop:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(band: Band, blocks: Blocks, places: Places) -> tuple[Queries, Statistic]:
+def _flash(band: Band, blocks: Blocks, places: Places) -> Outputs:
     return _forward(band, blocks, places)[0]
 
 
-def _forward(band: Band, blocks: Blocks, places: Places) -> tuple[tuple[Queries, Statistic], tuple[Any, ...]]:
+def _forward(band: Band, blocks: Blocks, places: Places) -> tuple[Outputs, tuple[Any, ...]]:
     query, _, value = blocks
+    shape = value.shape[1], *query.shape[2:]
     begin, end = _bounds(_meets(band, places), axis=1)
 
     def of_queries(i: Array) -> tuple[Float[Array, "b G r t k"], Float[Array, "b G r t"]]:
@@ -155,7 +159,7 @@ def _forward(band: Band, blocks: Blocks, places: Places) -> tuple[tuple[Queries,
             values = _product("bgrts,bgsk->bgrtk", weights.astype(value.dtype), value[j])
             return output * decay[..., None] + values, new_top, total * decay + weights.sum(-1)
 
-        zeros = jnp.zeros_like(query[i], jnp.float32)
+        zeros = jnp.zeros_like(jnp.broadcast_to(query[i], shape), jnp.float32)
         output, top, total = jax.lax.fori_loop(begin[i], end[i], meet, (zeros, zeros[..., 0] + LOWEST, zeros[..., 0]))
         total = jnp.where(total > 0, total, 1)
         return (output / total[..., None]).astype(value.dtype), top + jnp.log(total)
@@ -164,7 +168,7 @@ def _forward(band: Band, blocks: Blocks, places: Places) -> tuple[tuple[Queries,
     return (output, lse), (blocks, places, output, lse)
 
 
-def _backward(band: Band, residuals: tuple[Any, ...], cotangents: tuple[Queries, Statistic]) -> tuple[Blocks, None]:
+def _backward(band: Band, residuals: tuple[Any, ...], cotangents: Outputs) -> tuple[Blocks, None]:
     blocks, places, output, lse = residuals
     query, key, value = blocks
     d_output, d_lse = cotangents
@@ -179,7 +183,10 @@ def _backward(band: Band, residuals: tuple[Any, ...], cotangents: tuple[Queries,
             scores, seen = _scores(band, blocks, places, i, j)
             weights = jnp.where(seen, jnp.exp(scores - lse[i][..., None]), 0)
             d_weights = _product("bgrtk,bgsk->bgrts", d_output[i], value[j])
-            d_scores = (scale * weights * (d_weights - delta[i][..., None])).astype(query.dtype)
+            d_scores = scale * weights * (d_weights - delta[i][..., None])
+            if query.shape[1] < len(d_scores):  # one map for all rows
+                d_scores = d_scores.sum(0, keepdims=True)
+            d_scores = d_scores.astype(query.dtype)
             d_queries = d_query[i] + _product("bgrts,bgsk->bgrtk", d_scores, key[j])
             return (
                 jax.lax.dynamic_update_index_in_dim(d_query, d_queries, i, axis=0),
@@ -187,8 +194,8 @@ def _backward(band: Band, residuals: tuple[Any, ...], cotangents: tuple[Queries,
                 d_values + _product("bgrts,bgrtk->bgsk", weights.astype(value.dtype), d_output[i]),
             )
 
-        zeros = jnp.zeros_like(key[j], jnp.float32)
-        d_query, *d_both = jax.lax.fori_loop(begin[j], end[j], meet, (d_query, zeros, zeros))
+        zeros = (jnp.zeros_like(x[j], jnp.float32) for x in (key, value))
+        d_query, *d_both = jax.lax.fori_loop(begin[j], end[j], meet, (d_query, *zeros))
         return d_query, tuple(x.astype(key.dtype) for x in d_both)
 
     d_query, d_both = jax.lax.scan(of_keys, jnp.zeros_like(query, jnp.float32), jnp.arange(len(key)))
@@ -201,7 +208,7 @@ _flash.defvjp(_forward, _backward)
 def _scores(
     band: Band, blocks: Blocks, places: Places, i: Array, j: Array
 ) -> tuple[Float[Array, "b G r t t"], Bool[Array, "b 1 1 t t"]]:
-    """Scores of block i of queries against block j of keys, and which of them are seen."""
+    """Scores of block i of queries against block j of keys, LOWEST where they are not seen; and where they are."""
     query, key = blocks.query[i], blocks.key[j]
     place = jnp.arange(query.shape[-2])
     distance = places.first + (i - j) * len(place) + place[:, None] - place

@@ -126,11 +126,11 @@ def routed_attention(
     return Attended(output.reshape(query.shape), lse.reshape(query.shape[:3]))
 
 
-def loop(length: int, clusters: int, kept: int) -> Number:
-    """Scores that a head computes over a row of one document, where keys and queries are spread evenly over clusters,
-    and a query reads `kept` of them."""
+def loop(length: int, clusters: int = 1, kept: int = 1, share: float = 1.0) -> Number:
+    """Scores that a head computes over a row of one document, where this share of the keys is in clusters, keys and
+    queries are spread evenly over them, and a query reads `kept` of them."""
     block = min(BLOCK, length)
-    pairs, keys = length * kept / clusters, length / clusters  # of every cluster
+    pairs, keys = length * kept / clusters, length * share / clusters  # of every cluster
     ends = (min(1.0, (at + 1) * block / pairs) for at in range(math.ceil(pairs / block)))
     return block**2 * clusters * sum(math.ceil(keys * end / block) for end in ends)
 

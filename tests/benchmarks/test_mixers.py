@@ -17,7 +17,9 @@ from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.build import costs
 from aamoe_jax.mixers.costs import Setting
+from aamoe_jax.mixers.experts import MoEConfig
 from benchmarks import mixers
+from experiments.binding import load_experiment
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ModelConfig(d_model=16, num_heads=2, num_layers=1, aamoe=AAMoEConfig(chunk_size=16, num_experts=4))
@@ -94,6 +96,26 @@ def test_the_standard_is_among_those_chosen_and_unknown_ones_are_refused():
     assert mixers.chosen(["moe"], "feed_forward") == ["feed_forward", "moe"]
     with pytest.raises(app.UsageError, match="there is no none"):
         mixers.chosen(["none"])
+
+
+def test_fields_of_a_mixer_may_be_bound_and_no_others():
+    own = mixers.own_configs(["MoEConfig.num_experts = 4"])
+    assert ModelConfig(own=own).of(MoEConfig).num_experts == 4
+    assert mixers.own_configs([]) == load_experiment().model.own
+    with pytest.raises(app.UsageError, match=r"--gin_param: ModelConfig.d_model = 64: wanted fields of configs"):
+        mixers.own_configs(["ModelConfig.d_model = 64"])
+
+
+def test_caches_stand_beside_time_and_memory():
+    row = mixers.measure_length(CONFIG, ["attention", "approximate", "mlp"], 64, 0, 0.0)
+    cells = [line.split("|")[-2].strip() for line in mixers.length_table(row).splitlines()[2:]]
+    at = Setting(CONFIG, 1, 64)
+    assert cells == [
+        f"{costs(name, at).cache_bytes / costs('attention', at).cache_bytes:.2f}"
+        for name in ("attention", "approximate", "mlp")
+    ]
+    assert cells[0] == "1.00"
+    assert cells[2] == "0.00"
 
 
 def test_ratios_are_to_the_one_that_is_asked_for():

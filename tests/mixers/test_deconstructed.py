@@ -395,9 +395,9 @@ class TestDEC21:
 
 class TestDEC22:
     @pytest.mark.parametrize("name", FIXED)
-    def test_a_step_looks_the_map_up(self, name):
-        """Without queries and keys it goes on as if nothing had happened: that its logits are those of the forward pass
-        is tested for every mixer in tests/generation/test_decoder.py."""
+    def test_no_step_computes_queries_and_keys_again(self, name):
+        """Without their projections it goes on as if nothing had happened: that its logits are those of the forward
+        pass is tested for every mixer in tests/generation/test_decoder.py."""
         config = dataclasses.replace(CONFIG, pattern=(name,))
         decoder, tokens = Decoder(config, random_params(config), length=LENGTH), np.asarray(tokens_of(1, LENGTH))
 
@@ -416,6 +416,14 @@ class TestDEC22:
                 qkv[which]["kernel"] = jnp.full_like(qkv[which]["kernel"], jnp.nan)
         np.testing.assert_array_equal(continued(), wanted)
         assert np.isnan(np.asarray(decoder.prefill([tokens[0, :4]]).logits)).all()
+
+    @pytest.mark.parametrize("name", FIXED)
+    def test_its_cache_grows_with_the_length_and_not_with_its_square(self, name):
+        """2 d numbers a place, once for all rows, beside the values of every row."""
+        part = part_of(name)
+        for rows, length in ((1, 100), (3, 100), (3, 1000)):
+            cache = jax.eval_shape(lambda rows=rows, length=length: part.empty_cache(rows, length))
+            assert sum(x.size for x in jax.tree.leaves(cache)) == (2 + rows) * length * 16
 
     def test_the_map_of_all_places_is_that_of_fewer_where_streams_go_through_aamoe_layers(self):
         """A hybrid (DEC-10): the stream of a decoder is as long as its room, that of a forward pass as its row."""

@@ -40,7 +40,8 @@ def definition(query, key, value, segment_ids, band, first) -> Attended:
 def value_and_gradients(attend, arrays):
     """Both results, and the gradients of a random sum over them."""
     random = np.random.default_rng(5)
-    d_output, d_lse = random.normal(size=arrays[0].shape), random.normal(size=arrays[0].shape[:-1])
+    shape = len(arrays[2]), *arrays[0].shape[1:]
+    d_output, d_lse = random.normal(size=shape), random.normal(size=shape[:-1])
 
     def loss(*arrays):
         output, lse = attend(*arrays)
@@ -70,6 +71,23 @@ def test_blocks_of_its_own_choice():
     wanted = value_and_gradients(lambda *x: definition(*x, segments, CAUSAL, 0), arrays)
     for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, two, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_map_for_all_rows_is_that_of_every_row(dtype):
+    """Queries and keys of one row, documents and values of two: their gradients are summed over rows."""
+    query, key, value, segments = rows_of(50, 50, dtype=dtype)
+    arrays = query[:1], key[:1], value
+    found = value_and_gradients(lambda *x: flash_attention(*x, segments, block=8), arrays)
+
+    def of_every_row(query, key, value):
+        query, key = (x.astype(jnp.float32).repeat(2, axis=0) for x in (query, key))
+        return definition(query, key, value.astype(jnp.float32), segments, CAUSAL, 0)
+
+    wanted, close = value_and_gradients(of_every_row, arrays), 1e-5 if dtype == "float32" else 0.1
+    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert one.shape == two.shape
+        np.testing.assert_allclose(one.astype(jnp.float32), two.astype(jnp.float32), atol=close, rtol=close)
 
 
 def test_documents_may_come_back():
