@@ -5,20 +5,25 @@ from __future__ import annotations
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, QueryKeyValue, apply_rotary, merge_heads, residual_gain
-from aamoe_jax.mixers.base import Cache, Context, Statistics, causal_mask
+from aamoe_jax.mixers.base import Cache, Context, Statistics
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Number, Setting, blocks, key_value_cache, projections, rotated
 from aamoe_jax.mixers.fastest import fastest_attention
 from aamoe_jax.mixers.flash import loop
 from aamoe_jax.mixers.parts import Part
-from aamoe_jax.mixers.weighted_sum import WeightedSum, head_mix, head_scores, softmax_selected
+from aamoe_jax.mixers.weighted_sum import WeightedSum, head_mix, head_scores, largest_logit, softmax_selected
 from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
+
+SAMPLED = 8
+"""Tokens of a row whose logits are looked at for the largest."""
 
 
 @register("attention", "softmax attention to all earlier tokens", heads="softmax")
@@ -47,7 +52,7 @@ class CausalAttention(Part):
     def costs(at: Setting) -> Costs:
         """softmax(q K^T) V, block by block, without the blocks of the future."""
         attended = blocks(at, CausalAttention.loops(at), decoded=at.length, visible=(at.length + 1) / 2)
-        return projections(at) + rotated(at) + attended + key_value_cache(at)
+        return projections(at) + rotated(at) + attended + sampled_logits(at) + key_value_cache(at)
 
     @staticmethod
     def loops(at: Setting) -> tuple[Loop, ...]:
@@ -61,7 +66,8 @@ class CausalAttention(Part):
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         query, key, value = self._rotated(h, context)
         key, value = (context.shards.gather(x, RESOURCE) for x in (key, value))
-        return self.output(merge_heads(self._attend(query, key, value, context))), {}
+        statistics = {"logit_absmax": self._largest_logit(query, key, context)}
+        return self.output(merge_heads(self._attend(query, key, value, context))), statistics
 
     def attention_map(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b H L S"]:
         """The attention weights of every token here, head by head; a row of zeros has no token."""
@@ -93,8 +99,28 @@ class CausalAttention(Part):
         first = context.attending_from
         return fastest_attention(query, key, value, context.segment_ids, first=first, reach=self.reach)
 
+    def _keeps(self, distance: Int[Array, "*#b"], position: Int[Array, "*#b"]) -> Bool[Array, "*#b"] | bool:
+        """Of earlier tokens at these distances, and at these positions of their document: by default all."""
+        return True
+
     def _visible(self, context: Context) -> Bool[Array, "b L L"]:
-        return causal_mask(context.segment_ids)
+        return self._seen_from(jnp.arange(context.positions.shape[1]), context)
+
+    def _seen_from(self, place: Int[Array, "t"], context: Context) -> Bool[Array, "b t L"]:
+        """Which tokens those at these places of their rows see."""
+        documents, distance = context.segment_ids, place[:, None] - jnp.arange(context.positions.shape[1])
+        seen = (distance >= 0) & (documents[:, place, None] == documents[:, None])
+        return seen & self._keeps(distance, context.positions[:, None])
+
+    def _largest_logit(
+        self, query: Float[Array, "a L H k"], key: Float[Array, "a S G k"], context: Context, most: int = SAMPLED
+    ) -> Float[Array, ""]:
+        """Of at most so many of the tokens here, evenly apart; no attention to blocks has all of them at once."""
+        count = query.shape[1]
+        sample = np.linspace(0, count - 1, min(most, count)).round().astype(int)
+        place = context.attending_from + sample
+        seen = self._seen_from(place, context) & (context.segment_ids[:, place, None] > 0)
+        return largest_logit(head_scores(query[:, sample], key), seen[:, None])
 
     def _rotated(
         self, h: Float[Array, "b L d"], context: Context
@@ -102,6 +128,11 @@ class CausalAttention(Part):
         query, key, value = self.qkv(h)
         rotary = context.rotary(self.config).attending
         return apply_rotary(query, rotary), apply_rotary(key, rotary), value
+
+
+def sampled_logits(at: Setting, most: int = SAMPLED) -> Costs:
+    """The scores of some tokens of every row once more, for the largest."""
+    return Costs(prefill_flops=at.rows * 2 * at.width * at.length * min(most, at.length))
 
 
 def attend_cached(

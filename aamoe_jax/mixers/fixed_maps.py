@@ -21,12 +21,12 @@ from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.layers import apply_rotary, merge_heads, split_heads
-from aamoe_jax.mixers.attention import CausalAttention
+from aamoe_jax.mixers.attention import CausalAttention, sampled_logits
 from aamoe_jax.mixers.base import Context, RotaryTables, Statistics, causal_mask
 from aamoe_jax.mixers.cache import fill_value, mix_values, write_value
 from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Setting, projections, saved_norm, saved_rotation
 from aamoe_jax.mixers.flash import loop
-from aamoe_jax.mixers.weighted_sum import WeightedSum, head_scores, largest_logit, softmax_selected
+from aamoe_jax.mixers.weighted_sum import WeightedSum, head_scores, softmax_selected
 from aamoe_jax.registry import MIXERS, register
 from aamoe_jax.shards import RESOURCE, TENSOR, TOKENS, WHOLE, Shards
 
@@ -102,10 +102,6 @@ class FixedQKConfig:
     """A .npy of token ids. None: a short built-in text."""
 
 
-SAMPLED = 128
-"""Tokens of the fixed sequence whose logits are looked at for the largest."""
-
-
 class FixedMapAttention(CausalAttention):
     """softmax(q K^T / sqrt(k)) V with q and K of a fixed sequence at this depth, place by place in the row.
 
@@ -130,7 +126,7 @@ class FixedMapAttention(CausalAttention):
         of_rows = at.per_token(2 * d * (kv + d), saved, s * kv, model_flops=model)
         queries_and_keys = saved_norm(config, d) + saved_norm(config, kv) + s * (2 * d + kv)
         return of_rows + Costs(
-            prefill_flops=length * 2 * d * (d + kv) + scores + 2 * d * length * min(SAMPLED, length),
+            prefill_flops=length * 2 * d * (d + kv) + scores + sampled_logits(at).prefill_flops / at.rows,
             decode_flops=at.rows * 4 * d * length,
             activation_bytes=length * (queries_and_keys + 2 * saved_rotation(config.head_dim)),
             cache_bytes=length * (d + kv) * s,
@@ -186,18 +182,6 @@ class FixedMapAttention(CausalAttention):
         query, key, _ = self.qkv(stream)
         rotary = context.fixed.context_of(self.stream, context).rotary(self.config).attending
         return apply_rotary(query, rotary), context.shards.gather(apply_rotary(key, rotary), RESOURCE)
-
-    def _largest_logit(
-        self, query: Float[Array, "1 s H k"], key: Float[Array, "1 L G k"], context: Context
-    ) -> Float[Array, ""]:
-        """Of at most SAMPLED places here, evenly apart."""
-        count = query.shape[1]
-        place = np.linspace(0, count - 1, min(SAMPLED, count)).round().astype(np.int32)
-        at, index = context.attending_from + place, jnp.arange(key.shape[1])
-        segments = context.segment_ids
-        seen = (segments[:, at, None] == segments[:, None]) & (segments[:, at, None] > 0)
-        seen = (seen & (index <= at[:, None])).any(0)
-        return largest_logit(head_scores(query[:, place], key)[0], seen)
 
     def _values(self, h: Float[Array, "b s d"]) -> Float[Array, "b s G k"]:
         return split_heads(self.qkv.value(h), self.config.head_dim)

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from aamoe_jax.config import ModelConfig, require_positive
 from aamoe_jax.layers import merge_heads
-from aamoe_jax.mixers.attention import CausalAttention, attend_cached
-from aamoe_jax.mixers.base import Cache, Context, causal_mask
+from aamoe_jax.mixers.attention import CausalAttention, attend_cached, sampled_logits
+from aamoe_jax.mixers.base import Cache, Context
 from aamoe_jax.mixers.cache import KeyValueCache, Ring, empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Number, Setting, blocks, key_value_cache, projections, rotated
 from aamoe_jax.mixers.flash import BLOCK, LOWEST, Attended, Band, flash_attention, loop, merged
@@ -58,10 +58,6 @@ class SparseAttention(CausalAttention):
     def _keeps(self, distance: Int[Array, "*#b"], position: Int[Array, "*#b"]) -> Bool[Array, "*#b"]:
         """The definition: of earlier tokens at these distances, and at these positions of their document."""
         raise NotImplementedError
-
-    def _visible(self, context: Context) -> Bool[Array, "b S S"]:
-        token = jnp.arange(context.positions.shape[1])
-        return causal_mask(context.segment_ids) & self._keeps(token[:, None] - token, context.positions[:, None])
 
 
 class RingAttention(SparseAttention):
@@ -321,7 +317,7 @@ def _mean_window(length: int, window: int) -> float:
 
 def _costs(at: Setting, loops: tuple[Loop, ...], decoded: int, visible: Number, cached: int | None = None) -> Costs:
     """As `costs.blocks`. `cached`: tokens in the cache; None: those that are decoded with."""
-    attended = blocks(at, loops, decoded=decoded, visible=visible)
+    attended = blocks(at, loops, decoded=decoded, visible=visible) + sampled_logits(at)
     return projections(at) + rotated(at) + attended + key_value_cache(at, decoded if cached is None else cached)
 
 

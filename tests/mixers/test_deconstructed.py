@@ -16,13 +16,15 @@ from aamoe_jax.cost import parameter_count
 from aamoe_jax.generation.decoder import Decoder
 from aamoe_jax.ledger.compiled import Trial
 from aamoe_jax.mixers import recurrent
+from aamoe_jax.mixers.attention import SAMPLED
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.deconstructed import PRINCIPLES
 from aamoe_jax.mixers.fixed_maps import FixedQKConfig, fixed_tokens, noise_stream
 from aamoe_jax.mixers.recurrent import LEAST_MEAN, running, tally
+from aamoe_jax.mixers.sparse_attention import SparseAttentionConfig
 from aamoe_jax.mixers.statistics import combine
-from aamoe_jax.mixers.weighted_sum import largest_logit
+from aamoe_jax.mixers.weighted_sum import head_scores, largest_logit
 from aamoe_jax.model import merge, structure
 from tests.aamoe.helpers import M
 from tests.aamoe.helpers import model_config as small
@@ -373,6 +375,24 @@ class TestDEC19:
             params["periods"]["blocks"][name]["mixer"]["parts"]["attention"]["qkv"]["key"]["kernel"][:1] *= 1000.0
         larger = largest(tokens, segments)["logit_absmax"]
         np.testing.assert_allclose(larger[:2], 1000 * both["logit_absmax"][:2], rtol=0.5)
+
+    @pytest.mark.parametrize("name", ["attention", "local_attention", "sink_attention", "strided_attention"])
+    def test_of_blocks_that_of_some_tokens(self, name):
+        """The largest among what they see: of all tokens in a row as short as the sample, and less in a longer one."""
+        config = dataclasses.replace(CONFIG, own=(SparseAttentionConfig(window=3, stride=3, sinks=1),))
+        part = build_mixer(name, config, rngs=nnx.Rngs(0)).parts["attention"]
+        for length in (SAMPLED, 40):
+            h, context = random(1, 2, length, 16), Context.of_rows(config, 2, length)
+            context = dataclasses.replace(context, segment_ids=context.segment_ids.at[:, -2:].set(0))
+            about = jax.jit(lambda h, part=part, context=context: part(h, context)[1])(h)
+            query, key, _ = part._rotated(h, context)
+            seen = part._visible(context)[:, :-2]
+            scores = head_scores(query, key)[:, :, :-2]
+            sample = np.linspace(0, length - 1, SAMPLED).round().astype(int)
+            sample = sample[sample < length - 2]
+            wanted = largest_logit(scores[:, :, sample], seen[:, None, sample])
+            assert float(about["logit_absmax"]) == pytest.approx(float(wanted), rel=1e-5)
+            assert float(wanted) <= float(largest_logit(scores, seen[:, None]))
 
 
 class TestDEC21:
