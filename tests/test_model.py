@@ -55,7 +55,7 @@ def test_layers_of_a_pattern_run_in_order_and_report_in_order():
         part = nnx.merge(graphdef, jax.tree.map(lambda leaf, period=period: leaf[period], stacked))
         for block in part.blocks.values():
             x, about = apply(block, x, dataclasses.replace(context, beta=jnp.float32(config.betas[0])))
-            spent += [about["spent"]] if about else []
+            spent += [about["spent"]] if "spent" in about else []
     np.testing.assert_allclose(logits, model.norm(x) @ params["readout"].T, atol=1e-4)
     np.testing.assert_array_equal(statistics["spent"], jnp.stack(spent))
     assert summarize(statistics)["spent"] == pytest.approx([float(s.mean()) for s in spent])

@@ -117,7 +117,7 @@ class CausalAttention(Part):
     ) -> Float[Array, ""]:
         """Of at most so many of the tokens here, evenly apart; no attention to blocks has all of them at once."""
         count = query.shape[1]
-        sample = np.linspace(0, count - 1, min(most, count)).round().astype(int)
+        sample = jnp.asarray(np.linspace(0, count - 1, min(most, count)).round().astype(int))
         place = context.attending_from + sample
         seen = self._seen_from(place, context) & (context.segment_ids[:, place, None] > 0)
         return largest_logit(head_scores(query[:, sample], key), seen[:, None])
