@@ -10,6 +10,7 @@ import numpy as np
 from aamoe_jax.aamoe.costs import flops_per_pair
 from aamoe_jax.config import ExperimentConfig, ModelConfig
 from aamoe_jax.cost import forward_flops
+from aamoe_jax.mixers.splash import TILES
 from aamoe_jax.preflight.hardware import Slice
 from aamoe_jax.preflight.summary import Mode
 from aamoe_jax.preflight.work import Kernel
@@ -22,6 +23,8 @@ LANES = 1024
 """Heads side by side, in the table of schedules and in a group of the kernels."""
 FORWARD, BACKWARD = 2, 5
 """Matrix products per pair in the passes of a kernel: scores and values; scores again, and four gradients."""
+SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+"""Matrix products of dense attention by JAX's kernels, which attach none."""
 PATHS = {"block_sparse_attention": "resident", "gathered": "gathered", "dense_attention": "dense"}
 """How the kernels of a path are called, and the path."""
 
@@ -32,7 +35,7 @@ class KernelWork:
 
     flops: float
     seconds: float
-    """Modelled from the committed schedules; a chip takes longer than its schedule says."""
+    """Modelled from the committed schedules, and of dense attention from the chip's peak; a chip takes longer."""
 
 
 def step_flops(config: ExperimentConfig, tokens: int, mode: Mode) -> float:
@@ -54,7 +57,7 @@ def pairs_per_token(config: ModelConfig) -> float:
 
 
 def kernel_work(
-    config: ModelConfig, piece: Slice, tensor: int, tokens: float, mode: Mode, kernels: Sequence[Kernel]
+    config: ExperimentConfig, piece: Slice, tensor: int, tokens: float, mode: Mode, kernels: Sequence[Kernel]
 ) -> KernelWork:
     """What the attention kernels of a program do for so many tokens, as often as the program runs them.
 
@@ -62,6 +65,21 @@ def kernel_work(
       tensor: devices that heads are divided over. Kernels give every group of LANES of them to one core.
       tokens: all tokens of a step, over all devices.
     """
+    routed, dense = _routed(config.model, piece, tensor, tokens, mode, kernels), splash_flops(config, tokens, kernels)
+    return KernelWork(routed.flops + dense, routed.seconds + dense / piece.device.flops)
+
+
+def splash_flops(config: ExperimentConfig, tokens: float, kernels: Sequence[Kernel]) -> float:
+    """Of dense attention in rows of one document, the blocks of the diagonal whole. Windows count as whole rows."""
+    length, width = config.data.seq_len, config.model.d_model
+    products = sum(kernel.times * SPLASH[name] for kernel in kernels for name in SPLASH if kernel.name.startswith(name))
+    return products * tokens * 2 * width * (length + min(TILES[0], length)) / 2
+
+
+def _routed(
+    config: ModelConfig, piece: Slice, tensor: int, tokens: float, mode: Mode, kernels: Sequence[Kernel]
+) -> KernelWork:
+    """Pairs of AA-MoE layers."""
     path = next((path for name, path in PATHS.items() for kernel in kernels if kernel.name.startswith(name)), None)
     if path is None:
         return KernelWork(0.0, 0.0)

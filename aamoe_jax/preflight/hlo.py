@@ -14,7 +14,11 @@ NAME = re.compile(r"%([\w.\-]+)")
 BRANCHES = ("branch_computations", "true_computation", "false_computation")
 CALLS = ("calls", "to_apply", "condition", "body", "called_computations", *BRANCHES)
 CALLED = re.compile(rf"\b({'|'.join(CALLS)})=(\{{[^}}]*\}}|%[\w.\-]+)")
-COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{\n((?:(?!\}).*\n)*)\}", re.MULTILINE)
+END = r"\}(?:,.*)?$"
+"""Of a computation. A line of an instruction may begin with a brace too: attributes of kernels have several lines."""
+COMPUTATION = re.compile(rf"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{{\n((?:(?!{END}).*\n)*)\}}", re.MULTILINE)
+CONTINUED = re.compile(r"\n(?!  )")
+"""Instructions are indented, the other lines of their attributes are not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +142,7 @@ def parse(text: str) -> Module:
     entry = next((each[2] for each in found if each[1]), None)
     if entry is None:
         raise ValueError("no ENTRY computation: this is not the text of a compiled program")
-    return Module({each[2]: _computation(each[2], each[3].splitlines()) for each in found}, entry)
+    return Module({each[2]: _computation(each[2], CONTINUED.sub(" ", each[3]).splitlines()) for each in found}, entry)
 
 
 def _computation(name: str, lines: list[str]) -> Computation:

@@ -100,7 +100,7 @@ def summarize(
     done = work.measure(module, runs)
     held = buffers.assignment(module, assigned, live)
     devices = len(traced.places)
-    kernels = kernel_work(config.model, piece, traced.mesh["tensor"], traced.tokens / devices, mode, done.kernels)
+    kernels = kernel_work(config, piece, traced.mesh["tensor"], traced.tokens / devices, mode, done.kernels)
     network = tuple(
         Network(part, part.sent / piece.group_bandwidth([traced.places[index] for index in part.members]))
         for part in collectives.collectives(module, runs, traced.mesh)

@@ -37,7 +37,7 @@ Operand = Callable[[Instruction, int], tuple[Shape, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A Pallas kernel: the work that its author attached, as often as it runs."""
+    """A Pallas kernel: the work that its author attached, as often as it runs; bytes at least those of its arrays."""
 
     name: str
     times: int
@@ -73,7 +73,9 @@ def measure(module: Module, runs: Iterable[Run]) -> Work:
             flops, passes = flops + done, passes + done * precision_passes(item, shape_of)
         if KERNEL in item.attributes and item.opcode == "custom-call":
             name = re.sub(r"(\.\d+|\.clone)+$", "", item.name)
-            work = (int(item.attribute(rf'"{kind}":"?(\d+)') or 0) for kind in ("flops", "bytes_accessed"))
+            flops_of, bytes_of = (item.attribute(rf'"{kind}":"?(\d+)') for kind in ("flops", "bytes_accessed"))
+            # Where nothing is attached, at least operands and results pass through main memory.
+            work = int(flops_of or 0), int(bytes_of or moved_bytes(module, run.computation, item))
             known = kernels.get(name, Kernel(name, 0, 0, 0))
             more = (run.times * count for count in (1, *work))
             kernels[name] = Kernel(name, *map(operator.add, (known.times, known.flops, known.bytes), more))

@@ -50,6 +50,17 @@ class TestProgram:
         changed = hlo.parse(PROGRAM.replace(old, new))
         assert next(run.times for run in hlo.runs(changed) if run.instruction.name == "gathered") == trips
 
+    def test_attributes_of_several_lines_end_no_computation(self):
+        """As those of JAX's kernels: what comes after them runs too. Where no bytes are attached, arrays are moved."""
+        splash = (
+            '  %splash.3 = f32[8,128]{1,0} custom-call(%last), custom_call_target="tpu_custom_call", '
+            'frontend_attributes={kernel_metadata={\n"xprof_metadata":"{}"\n}}, backend_config={"flops":"7"}\n'
+        )
+        module = hlo.parse(PROGRAM.replace("  ROOT %attend.3", f"{splash}  ROOT %attend.3"))
+        kernels = {kernel.name: kernel for kernel in work.measure(module, hlo.runs(module)).kernels}
+        assert kernels["splash"] == work.Kernel("splash", 1, 7, 4 * 8 * 128 + ROWS)
+        assert kernels["attend"] == work.Kernel("attend", 1, 1000, 500)
+
     def test_text_without_a_program_is_refused(self):
         with pytest.raises(ValueError, match="no ENTRY computation"):
             hlo.parse("HloModule nothing")

@@ -76,8 +76,8 @@ class TestClosedForm:
         assert closed_form.step_flops(config, 4096, "train") == 3 * closed_form.step_flops(config, 4096, "eval")
 
     def test_kernels_count_their_pairs_and_what_is_recomputed(self):
-        config = experiment().model
-        pair = 18 * 2 * config.aamoe.chunk_size * config.d_model  # one product
+        config = experiment()
+        pair = 18 * 2 * config.model.aamoe.chunk_size * config.model.d_model  # one product
         forward, backward = (Kernel(f"block_sparse_attention_{part}", 4, 9, 9) for part in ("forward", "backward"))
         again = dataclasses.replace(forward, times=8)
         window = Kernel("local_window_forward", 99, 9, 9)
@@ -93,13 +93,25 @@ class TestClosedForm:
             )
 
     def test_kernels_take_what_their_schedules_say(self):
-        config = experiment().model
+        config = experiment()
         kernels = [Kernel(f"block_sparse_attention_{part}", 4, 9, 9) for part in ("forward", "backward")]
         nanoseconds = closed_form.COSTS["v5p"]["resident"]["512"] * 64 / 128  # a pair of m = 64
         for wider, cores in ((1, 1), (4, 2)):  # a second core has work where heads fill its lanes
-            wide = dataclasses.replace(config, d_model=wider * config.d_model)
+            wide = dataclasses.replace(config.model, d_model=wider * config.model.d_model)
+            wide = dataclasses.replace(config, model=wide)
             done = closed_form.kernel_work(wide, Slice.parse("v5p:4x4x4"), 1, 10.0, "train", kernels)
             assert done.seconds == pytest.approx(180 * wider * nanoseconds * 1e-9 / closed_form.FILL / cores)
+
+    def test_dense_attention_is_counted_at_the_peak(self):
+        """Two products in the forward pass, four and three in the two kernels of the backward pass."""
+        config, piece = experiment(), Slice.parse("v5p:4x4x4")
+        names = "splash_mha_fwd_segmented_residuals", "splash_mha_dkv_no_residuals", "splash_mha_dq_no_residuals"
+        kernels = [Kernel(name, times, 0, 9) for name, times in zip(names, (6, 3, 3), strict=True)]
+        done = closed_form.kernel_work(config, piece, 1, 4096.0, "train", kernels)
+        length = config.data.seq_len
+        seen = (length + min(512, length)) / 2
+        assert done.flops == (6 * 2 + 3 * (4 + 3)) * 4096 * 2 * config.model.d_model * seen
+        assert done.seconds == done.flops / piece.device.flops
 
 
 class TestSummary:
