@@ -3,6 +3,7 @@
 aamoe prepare                                        # code: the standard library, no download
 aamoe prepare --domain=books,papers                  # fetches 40 MB, installs and runs nothing of it
 aamoe prepare --text='notes/**/*.txt' --name=notes   # your own files
+aamoe prepare --text='web/*.jsonl.zst' --text_field=content --name=web   # records: JSON lines, Parquet, tar
 aamoe prepare --domain=tfds:pg19 --tfds_dir=/data/tfds       # out of the TFDS catalogue
 aamoe prepare --domain=code,books --train_tokenizer=bpe:8192 # a sentencepiece model of both, used for both
 """
@@ -30,6 +31,7 @@ def define_flags() -> None:
     """The flags of this program. They are defined when it runs, so that importing it adds none to another program."""
     flags.DEFINE_list("domain", ["code"], "code, books, papers or tfds:NAME; several with commas between.")
     flags.DEFINE_string("text", None, "Pattern of your own text files, quoted; ** crosses folders. Needs --name.")
+    flags.DEFINE_string("text_field", None, "Field or column of files of records; of tar the ending of members.")
     flags.DEFINE_string("name", None, "The name of --text in a mixture.")
     flags.DEFINE_string("data_dir", "data", "Where prepared datasets lie (DataConfig.data_dir).")
     flags.DEFINE_string("tokenizer", "bytes", "bytes, or the path of a sentencepiece .model (DataConfig.tokenizer).")
@@ -50,7 +52,7 @@ def main(argv: list[str]) -> None:
     if args.document_align < 1:
         raise DataError(f"--document_align={args.document_align}: must be at least 1")
     if args.text is not None:
-        opened = [text_corpus(args.name, args.text)]
+        opened = [text_corpus(args.name, args.text, args.text_field)]
     else:
         opened = [open_corpus(name, data_dir=args.data_dir, catalogue_dir=args.tfds_dir) for name in args.domain]
     spec = args.tokenizer

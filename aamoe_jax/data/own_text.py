@@ -10,6 +10,7 @@ from typing import BinaryIO, NamedTuple
 
 from aamoe_jax.data.corpora import SPLITS, Corpus, Split, describe, name_hash
 from aamoe_jax.data.errors import DataError, shown
+from aamoe_jax.data.records import FORMATS, format_of, record_corpus
 from aamoe_jax.data.stream import DOMAINS
 
 FEW_FILES = 20
@@ -41,8 +42,10 @@ class _Piece(NamedTuple):
     """Where the piece begins: at the next line."""
 
 
-def text_corpus(name: str, pattern: str) -> Corpus:
+def text_corpus(name: str, pattern: str, field: str | None = None) -> Corpus:
     """The files that `pattern` matches (`**` crosses folders): one file, one document; 5 % validation, 5 % test.
+
+    Files of records (`records.FORMATS`: JSON lines, Parquet, tar) have many documents, in `field`.
 
     Files that are no text, empty ones, pipes and devices are left out, and counted. Links to folders are not followed
     by `**`. Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark; line ends become LF.
@@ -52,7 +55,17 @@ def text_corpus(name: str, pattern: str) -> Corpus:
     """
     if not name.isidentifier() or name in DOMAINS:
         raise DataError(f"--name={shown(name)!r}: must be letters, digits and _, and not {', '.join(DOMAINS)}")
-    pieces, left_out = _pieces(_matches(pattern))
+    paths = _matches(pattern)
+    if any(map(format_of, paths)):
+        if plain := next((path for path in paths if not format_of(path)), None):
+            raise DataError(
+                f"--text={shown(pattern)!r}: matches files of records and others, such as {shown(plain)}; prepare them "
+                "under two names, and mix them: DataConfig.mixture"
+            )
+        return record_corpus(name, paths, field, f"{len(paths)} files of records: {shown(pattern)}")
+    if field is not None:
+        raise DataError(f"--text_field={shown(field)}: is of files that end in {', '.join(FORMATS)}")
+    pieces, left_out = _pieces(paths)
     if not pieces:
         raise DataError(f"--text={shown(pattern)!r}: none of the files that match has text: {describe(left_out)}")
     files = len({piece.path for piece in pieces})
