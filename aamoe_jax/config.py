@@ -356,7 +356,7 @@ class DataConfig:
     data_dir: str = "data"
     """Where prepared datasets lie."""
     tokenizer: str = "bytes"
-    """`bytes` (ByT5 ids), or the path of a sentencepiece .model file."""
+    """`bytes` (ByT5 ids), or the path of a sentencepiece .model or of a byte-level tokenizer.json."""
     seq_len: int = 1024
     """L: tokens per row."""
     document_align: int = 64

@@ -34,7 +34,7 @@ def define_flags() -> None:
     flags.DEFINE_string("text_field", None, "Field or column of files of records; of tar the ending of members.")
     flags.DEFINE_string("name", None, "The name of --text in a mixture.")
     flags.DEFINE_string("data_dir", "data", "Where prepared datasets lie (DataConfig.data_dir).")
-    flags.DEFINE_string("tokenizer", "bytes", "bytes, or the path of a sentencepiece .model (DataConfig.tokenizer).")
+    flags.DEFINE_string("tokenizer", "bytes", "bytes, a sentencepiece .model, or a tokenizer.json (DataConfig).")
     flags.DEFINE_string("train_tokenizer", None, "bpe:SIZE or unigram:SIZE: train it on the domains, then use it.")
     flags.DEFINE_integer("document_align", 64, "Documents start at multiples of it (DataConfig.document_align).")
     flags.DEFINE_enum("existing", "keep", ["keep", "replace"], "What to do with a dataset that is there already.")

@@ -58,7 +58,7 @@ class EvaluationBatches(Sequence[Batch]):
         self._source, self._batch_size = source, batch_size
         self._rows = _rows_per_shard(batch_size, shard_index, shard_count)
         self._offset = shard_index * self._rows
-        self._padding = np.full(seq_len + 1, source.stream.pad_id, np.uint16)
+        self._padding = np.full(seq_len + 1, source.stream.pad_id, source.stream.dtype)
 
     def __len__(self) -> int:
         return -(-len(self._source) // self._batch_size)

@@ -1,7 +1,7 @@
 """Writes a corpus as a token stream: a TFDS dataset in array_record, read and written without TensorFlow.
 
 The stream of a split is its documents one after the other, each ended by eos and padded to a multiple of
-`document_align`, so that documents start where chunks start (decision 30). It is cut into records of `block` uint16.
+`document_align`, so that documents start where chunks start (decision 30). It is cut into records of `block` ids.
 Tokenizing happens here, once: sentencepiece does 1 MB/s, which no loader could hide.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 import tensorflow_datasets as tfds
-from jaxtyping import UInt16
+from jaxtyping import UInt
 
 from aamoe_jax.config import DataConfig
 from aamoe_jax.data import catalogue, fetch
@@ -25,7 +25,7 @@ from aamoe_jax.data.corpora import SPLITS, Corpus, Split, Survey, builtin_corpus
 from aamoe_jax.data.errors import DataError, shown
 from aamoe_jax.data.integrity import write_sums
 from aamoe_jax.data.stream import VERSION, dataset_metadata, read_metadata, stream_dir, stream_name
-from aamoe_jax.data.tokenizers import Tokenizer, load_tokenizer
+from aamoe_jax.data.tokenizers import Tokenizer, id_type, load_tokenizer
 
 Existing = Literal["keep", "replace"]
 
@@ -66,7 +66,7 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
     def _info(self) -> _LocalInfo:
         return _LocalInfo(
             builder=self,
-            description="Documents as one stream of tokens, in records of raw uint16.",
+            description="Documents as one stream of tokens, in records of raw integers.",
             # Text stores bytes untouched; tensor features decode several times slower.
             features=tfds.features.FeaturesDict({"tokens": tfds.features.Text()}),
             disable_shuffling=True,  # the order of records is the stream
@@ -83,7 +83,7 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
                 pad_id=self._tokenizer.pad_id,
                 document_align=self._align,
                 block=self._block,
-                dtype="uint16",
+                dtype=np.dtype(id_type(self._tokenizer.vocab_size)).name,
                 documents=self._found.documents,
                 bytes=self._found.bytes,
                 left_out=describe(self._found.left_out),
@@ -102,10 +102,11 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
             for split in SPLITS
         }
 
-    def _generate_examples(self, split: Split) -> Iterator[UInt16[np.ndarray, "block"]]:
+    def _generate_examples(self, split: Split) -> Iterator[UInt[np.ndarray, "block"]]:
         """The stream of a split, record by record; counts its tokens into the metadata."""
-        padding = functools.partial(np.full, fill_value=self._tokenizer.pad_id, dtype=np.uint16)
-        rest = np.empty(0, np.uint16)
+        dtype = id_type(self._tokenizer.vocab_size)
+        padding = functools.partial(np.full, fill_value=self._tokenizer.pad_id, dtype=dtype)
+        rest = np.empty(0, dtype)
         tokens = start = length = documents = 0
         for name, text in self._corpus.documents(split):
             if name not in self._found.kept:
@@ -113,7 +114,7 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
             if content_digest(text) != self._found.kept[name]:
                 raise self._changed()
             documents += 1
-            document = np.append(self._tokenizer.encode(text), np.uint16(self._tokenizer.eos_id))
+            document = np.append(self._tokenizer.encode(text), dtype(self._tokenizer.eos_id))
             tokens += len(document)
             length = start + len(document)
             start = length + -length % self._align

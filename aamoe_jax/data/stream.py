@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
-from jaxtyping import UInt16
+from jaxtyping import UInt
 
 from aamoe_jax.config import DataConfig
 from aamoe_jax.data.errors import DataError, shown
@@ -128,6 +128,7 @@ class Stream:
         if split not in self.metadata["length"]:
             raise DataError(f"{name}: there is no split {split!r}; there are {', '.join(self.metadata['length'])}")
         self.eos_id, self.pad_id = self.metadata["eos_id"], self.metadata["pad_id"]
+        self.dtype = np.dtype(self.metadata["dtype"])
         self._length, self._block = self.metadata["length"][split], self.metadata["block"]
         self._label = f"{self._directory.parent.name}/{split}"
         try:
@@ -141,12 +142,12 @@ class Stream:
     def __repr__(self) -> str:
         return f"Stream({self._label})"
 
-    def read(self, start: int, stop: int) -> UInt16[np.ndarray, "n"]:
+    def read(self, start: int, stop: int) -> UInt[np.ndarray, "n"]:
         """Tokens [start, stop); past the end of the stream there is padding."""
         first, last = start // self._block, min((stop - 1) // self._block, len(self._records) - 1)
         # One by one: array_record starts a pool of threads for every read of several records.
         raw = b"".join(self._record(number) for number in range(first, last + 1))
-        tokens = np.frombuffer(raw, np.uint16)[start - first * self._block : stop - first * self._block]
+        tokens = np.frombuffer(raw, self.dtype)[start - first * self._block : stop - first * self._block]
         missing = stop - start - len(tokens)
         return np.pad(tokens, (0, missing), constant_values=self.pad_id) if missing else tokens
 
@@ -156,7 +157,7 @@ class Stream:
             record = self._records[number]["tokens"]
         except Exception as error:  # of many kinds: the reader's and those of the file system
             raise self._damaged(f"{what} cannot be read ({shown(repr(error))})") from error
-        if record is None or len(record) != self._block * np.dtype(np.uint16).itemsize:
+        if record is None or len(record) != self._block * self.dtype.itemsize:
             raise self._damaged(f"{what} is cut short")
         return record
 
@@ -172,7 +173,7 @@ def documents_of(config: DataConfig, name: str, split: str) -> Iterator[bytes]:
     """The documents of a split, out of the token stream: the very bytes a model is evaluated on."""
     stream, tokenizer = Stream(config, name, split), load_tokenizer(config.tokenizer)
     block = stream.metadata["block"]
-    unfinished = np.empty(0, np.uint16)
+    unfinished = np.empty(0, stream.dtype)
     for start in range(0, len(stream), block):
         tokens = np.concatenate([unfinished, stream.read(start, min(start + block, len(stream)))])
         ends = np.flatnonzero(tokens == stream.eos_id) + 1

@@ -8,17 +8,24 @@ import functools
 import hashlib
 import importlib.util
 import io
+import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int32, Integer, UInt16
+from jaxtyping import Int32, Integer, UInt
 
 from aamoe_jax.data.errors import DataError, shown
 
-MAX_VOCAB_SIZE = 2**16
-"""Token streams are stored as uint16."""
+MAX_VOCAB_SIZE = 2**20
+SETTINGS = "tokenizer_config.json"
+"""Beside a tokenizer.json: says which token ends a text."""
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""Tokens that end a text, where nothing says so."""
+SAMPLE = " a  b\n\n\tÀ e\u0301 ﬁ ▁ \U0001f600\x00 ".encode()
+"""What a tokenizer must give back as it is."""
 
 
 @runtime_checkable
@@ -36,8 +43,8 @@ class Tokenizer(Protocol):
         """Bytes that each token stands for; 0 for pad, eos and ids that are never written."""
         ...
 
-    def encode(self, text: bytes) -> UInt16[np.ndarray, "n"]:
-        """The tokens of a text, without special ones."""
+    def encode(self, text: bytes) -> UInt[np.ndarray, "n"]:
+        """The tokens of a text, without special ones, in the `id_type` of the vocabulary."""
         ...
 
     def decode(self, ids: Integer[np.ndarray, "n"]) -> bytes:
@@ -61,7 +68,7 @@ class ByteTokenizer:
         lengths[self._offset : self._offset + 256] = 1
         return lengths
 
-    def encode(self, text: bytes) -> UInt16[np.ndarray, "n"]:
+    def encode(self, text: bytes) -> UInt[np.ndarray, "n"]:
         return np.frombuffer(text, np.uint8).astype(np.uint16) + np.uint16(self._offset)
 
     def decode(self, ids: Integer[np.ndarray, "n"]) -> bytes:
@@ -98,13 +105,20 @@ class SentencePieceTokenizer:
         self.eos_id = self._processor.eos_id()
         self.pad_id = self._processor.pad_id()
         self._escaped_space = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
-        self._refuse_unfit(path)
+        if min(self.eos_id, self.pad_id) < 0:
+            raise DataError(f"tokenizer {str(path)!r}: must have an eos and a pad id (train with pad_id=0, eos_id=1)")
+        refuse_unfit(
+            self,
+            f"tokenizer {str(path)!r}",
+            "train with byte_fallback, normalization_rule_name='identity', remove_extra_whitespaces=False and "
+            "add_dummy_prefix=False, as `aamoe prepare --train_tokenizer=bpe:8192` does",
+        )
 
     @functools.cached_property
     def byte_lengths(self) -> Int32[np.ndarray, "vocab"]:
         return np.array([len(piece) for piece in self._pieces], np.int32)
 
-    def encode(self, text: bytes) -> UInt16[np.ndarray, "n"]:
+    def encode(self, text: bytes) -> UInt[np.ndarray, "n"]:
         """The pieces of a text, which must be UTF-8."""
         try:
             parts = text.decode("utf-8").split("▁")
@@ -115,25 +129,107 @@ class SentencePieceTokenizer:
         ids: list[int] = self._processor.encode(parts[0])
         for part in parts[1:]:
             ids += self._escaped_space + self._processor.encode(part)
-        return np.array(ids, np.uint16)
+        return np.array(ids, id_type(self.vocab_size))
 
     def decode(self, ids: Integer[np.ndarray, "n"]) -> bytes:
         return b"".join(self._pieces[index] for index in ids)
 
-    def _refuse_unfit(self, path: Path) -> None:
-        if self.vocab_size > MAX_VOCAB_SIZE:
+
+class HuggingFaceTokenizer:
+    """A byte-level tokenizer out of a `tokenizer.json`, such as those of GPT-2, Llama 3, Qwen and OLMo.
+
+    Names of special tokens that occur in a text are text. A normalizer is left out: it would change bytes. Where there
+    is no token of its own for padding, an id past the last is.
+    """
+
+    def __init__(self, path: str | Path):
+        library, path = _import_tokenizers(), Path(path)
+        self._name = f"DataConfig.tokenizer = {str(path)!r}"
+        if not path.is_file():
+            raise DataError(f"{self._name}: there is no such file; copy the tokenizer.json of a model there")
+        model = path.read_bytes()
+        try:
+            self._tokenizer = library.Tokenizer.from_buffer(model)
+        except Exception as error:  # the library has no class of its own for it
+            raise DataError(f"{self._name}: is no tokenizer.json, or damaged ({shown(error)})") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.normalizer = None
+        self._tokenizer.encode_special_tokens = True
+        self._pieces = self._table()
+        end, padding = self._special(path.with_name(SETTINGS))
+        self.eos_id, self.pad_id = end, padding
+        self.vocab_size = len(self._pieces)
+        self.digest = hashlib.sha256(model + f"\0{end} {padding}".encode()).hexdigest()
+        self.name = f"{re.sub(r'[^a-zA-Z0-9_]', '_', path.parent.name) or 'tokenizer'}-{self.digest[:8]}"
+        refuse_unfit(
+            self,
+            f"tokenizer {str(path)!r}",
+            "take one whose pre-tokenizer is ByteLevel, a sentencepiece .model, or 'bytes'",
+        )
+
+    @functools.cached_property
+    def byte_lengths(self) -> Int32[np.ndarray, "vocab"]:
+        return np.array([len(piece) for piece in self._pieces], np.int32)
+
+    def encode(self, text: bytes) -> UInt[np.ndarray, "n"]:
+        """The tokens of a text, which must be UTF-8."""
+        try:
+            ids = self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False).ids
+        except UnicodeDecodeError as error:
             raise DataError(
-                f"tokenizer {str(path)!r}: vocab_size = {self.vocab_size} exceeds {MAX_VOCAB_SIZE} (uint16)"
-            )
-        if min(self.eos_id, self.pad_id) < 0:
-            raise DataError(f"tokenizer {str(path)!r}: must have an eos and a pad id (train with pad_id=0, eos_id=1)")
-        sample = " a  b\n\n\tÀ ﬁ ▁ \U0001f600\x00 ".encode()
-        if self.decode(self.encode(sample)) != sample:
+                f"the tokenizer {self.name!r} reads UTF-8 only ({error}); 'bytes' reads anything"
+            ) from error
+        return np.array(ids, id_type(self.vocab_size))
+
+    def decode(self, ids: Integer[np.ndarray, "n"]) -> bytes:
+        return b"".join(self._pieces[index] for index in ids)
+
+    def _table(self) -> list[bytes]:
+        """What every id stands for; nothing for special tokens, and for ids that are not there."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        byte_of = {letter: byte for byte, letter in enumerate(letters())}
+        for token, index in vocabulary.items():
+            if index in added:
+                table[index] = b"" if added[index].special else token.encode()
+            elif token and set(token) <= byte_of.keys():
+                table[index] = bytes(byte_of[letter] for letter in token)
+            else:
+                raise DataError(
+                    f"{self._name}: token {index} is {shown(repr(token), 40)}, which is not written in the letters of "
+                    "bytes; take a byte-level tokenizer, a sentencepiece .model, or 'bytes'"
+                )
+        return table
+
+    def _special(self, settings: Path) -> tuple[int, int]:
+        """The ids of the end of a text and of padding, for which the table gets a place if it has none."""
+        named: dict[str, Any] = {}
+        if settings.is_file():
+            try:
+                named = dict(json.loads(settings.read_bytes()))
+            except (ValueError, TypeError) as error:
+                raise DataError(f"{settings}: is no JSON object ({shown(error)})") from error
+        tokens = {key: self._id(named.get(f"{key}_token")) for key in ("eos", "pad")}
+        ends = [tokens["eos"], *map(self._id, ENDS)]
+        end = next((index for index in ends if index is not None), None)
+        if end is None:
             raise DataError(
-                f"tokenizer {str(path)!r}: changes the text, so bits per byte would count bytes that are not there. "
-                "Train with byte_fallback, normalization_rule_name='identity', remove_extra_whitespaces=False and "
-                "add_dummy_prefix=False, as `aamoe prepare --train_tokenizer=bpe:8192` does"
+                f"{self._name}: nothing says which token ends a text; write {settings} with "
+                '{"eos_token": "..."}, a special token of it'
             )
+        padding = tokens["pad"]
+        if padding is None or padding == end:
+            padding = len(self._pieces)
+            self._pieces.append(b"")
+        self._pieces[end] = self._pieces[padding] = b""
+        return end, padding
+
+    def _id(self, token: Any) -> int | None:
+        """Of a token, as settings name it."""
+        content = token.get("content") if isinstance(token, dict) else token
+        return self._tokenizer.token_to_id(content) if isinstance(content, str) else None
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -142,7 +238,33 @@ def load_tokenizer(spec: str) -> Tokenizer:
         return ByteTokenizer()
     if spec.endswith(".model"):
         return SentencePieceTokenizer(spec)
-    raise DataError(f"DataConfig.tokenizer = {spec!r}: must be 'bytes' or the path of a sentencepiece .model file")
+    if spec.endswith(".json"):
+        return HuggingFaceTokenizer(spec)
+    raise DataError(
+        f"DataConfig.tokenizer = {spec!r}: must be 'bytes', the path of a sentencepiece .model, or that of a "
+        "tokenizer.json"
+    )
+
+
+def id_type(vocab_size: int) -> type[np.unsignedinteger]:
+    """In which token streams hold ids of such a vocabulary."""
+    return np.uint16 if vocab_size <= 2**16 else np.uint32
+
+
+def refuse_unfit(tokenizer: Tokenizer, name: str, remedy: str) -> None:
+    """Refuses what the pipeline cannot use.
+
+    Raises:
+      DataError: there are too many tokens, or some texts do not come back as they were.
+    """
+    if tokenizer.vocab_size > MAX_VOCAB_SIZE:
+        raise DataError(f"{name}: vocab_size = {tokenizer.vocab_size} exceeds {MAX_VOCAB_SIZE}")
+    for text in (SAMPLE, SAMPLE.strip()):
+        ids = tokenizer.encode(text)
+        if tokenizer.decode(ids) != text or {tokenizer.eos_id, tokenizer.pad_id} & set(ids.tolist()):
+            raise DataError(
+                f"{name}: changes the text, so bits per byte would count bytes that are not there; {remedy}"
+            )
 
 
 def train_sentencepiece(documents: Iterable[bytes], *, kind: str, vocab_size: int) -> bytes:
@@ -192,6 +314,23 @@ def _import_sentencepiece() -> Any:
     import sentencepiece
 
     return sentencepiece
+
+
+def _import_tokenizers() -> Any:
+    if importlib.util.find_spec("tokenizers") is None:
+        raise DataError("tokenizers is not installed: `pip install aamoe_jax[text]`, or use tokenizer 'bytes'")
+    import tokenizers
+
+    return tokenizers
+
+
+@functools.cache
+def letters() -> tuple[str, ...]:
+    """The letter that stands for every byte in vocabularies of byte-level tokenizers: itself where it is printed, else
+    one of those from U+0100 on, in order (Radford et al. 2019, GPT-2)."""
+    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return tuple(chr(byte if byte in printed else next(others)) for byte in range(256))
 
 
 def _piece_bytes(processor: Any, index: int) -> bytes:

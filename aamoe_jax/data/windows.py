@@ -1,7 +1,7 @@
 """Rows for the model: windows of a token stream, and what a row says about its documents."""
 
 import numpy as np
-from jaxtyping import Int32, Integer, UInt16
+from jaxtyping import Int32, Integer, UInt
 
 from aamoe_jax.config import ConfigError, DataConfig
 from aamoe_jax.data.stream import Stream
@@ -27,7 +27,7 @@ class WindowSource:
         # The first token of the stream is nobody's target.
         return -(-(len(self.stream) - 1) // self._seq_len)
 
-    def __getitem__(self, index: int) -> UInt16[np.ndarray, "window"]:
+    def __getitem__(self, index: int) -> UInt[np.ndarray, "window"]:
         start = int(index) * self._seq_len
         return self.stream.read(start, start + self._seq_len + 1)
 
