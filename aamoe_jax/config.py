@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import reprlib
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 from aamoe_jax import patterns
@@ -86,6 +88,19 @@ def require_positive(owner: Any, *fields: str) -> None:
         value = getattr(owner, field)
         if not 0 < value < math.inf:
             refuse(owner, field, "must be a positive number")
+
+
+def local_path(name: str, path: str | Path) -> Path:
+    """A folder or file that programs can open; the address of a bucket is none.
+
+    Raises:
+      ConfigError: it begins as `gs://` does.
+    """
+    if re.match("[a-z][a-z0-9+.-]+:/", str(path)):
+        raise ConfigError(
+            f"{name} = {str(path)!r}: must be a path; mount the bucket (gcsfuse) and give the path it has here"
+        )
+    return Path(path)
 
 
 def require_choice(owner: Any, field: str, choices: tuple[str, ...]) -> None:
@@ -364,6 +379,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "seq_len", "document_align")
+        for field in ("data_dir", "tokenizer"):
+            local_path(f"DataConfig.{field}", getattr(self, field))
         if not self.mixture:
             refuse(self, "mixture", "must name at least one dataset, such as (('code', 1.0),)")
         for entry in self.mixture:

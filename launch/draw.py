@@ -15,7 +15,7 @@ from absl import flags
 from jaxtyping import Int
 
 from aamoe_jax.analysis import pictures
-from aamoe_jax.config import ConfigError, ExperimentConfig
+from aamoe_jax.config import ConfigError, ExperimentConfig, local_path
 from aamoe_jax.data import evaluation_batches, load_tokenizer
 from aamoe_jax.evaluation.perplexity import causal_budget
 from aamoe_jax.model import merge, structure
@@ -67,7 +67,7 @@ def spent_on_passage(
 def main(argv: list[str]) -> None:
     """Draws what the model's stack has, and prints the paths."""
     program.refuse_arguments(argv)
-    run_dir = Path(FLAGS.run_dir)
+    run_dir = local_path("--run_dir", FLAGS.run_dir)
     records = read_records(run_dir)
     drawn = [run_dir / "loss.png"]
     pictures.loss_curve(records, drawn[0])

@@ -6,10 +6,10 @@ aamoe goodput --run_dir=runs/quickstart
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 
 from absl import flags
 
+from aamoe_jax.config import local_path
 from aamoe_jax.markdown import table
 from aamoe_jax.training.goodput import PHASES, goodput, read_attempts
 from launch import program
@@ -25,7 +25,7 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Prints a line per start, and their sum."""
     program.refuse_arguments(argv)
-    run_dir = Path(FLAGS.run_dir)
+    run_dir = local_path("--run_dir", FLAGS.run_dir)
     total = goodput(run_dir)
     rows = []
     for attempt in read_attempts(run_dir):

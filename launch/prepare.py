@@ -16,6 +16,7 @@ from pathlib import Path
 
 from absl import app, flags
 
+from aamoe_jax.config import local_path
 from aamoe_jax.data import DataError, corpora, open_corpus, prepare, text_corpus
 from aamoe_jax.data.builder import Existing
 from aamoe_jax.data.corpora import SPLITS, Corpus
@@ -49,6 +50,8 @@ def main(argv: list[str]) -> None:
         raise DataError("--text and --name go together: --text='DIR/**/*.txt' --name=NAME")
     if not args.domain:
         raise DataError("--domain: names nothing; name code, books, papers or tfds:NAME")
+    for flag, path in {"data_dir": args.data_dir, "tokenizer": args.tokenizer, "text": args.text or ""}.items():
+        local_path(f"--{flag}", path)
     if args.document_align < 1:
         raise DataError(f"--document_align={args.document_align}: must be at least 1")
     if args.text is not None:

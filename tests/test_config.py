@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import get_args
 
 import jaxtyping
@@ -26,6 +27,7 @@ from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
 from aamoe_jax.mixers.experts import MoEConfig
 from aamoe_jax.mixers.filtered import FilteredAttentionConfig
 from aamoe_jax.mixers.sparse_attention import SparseAttentionConfig
+from aamoe_jax.training.checkpoints import find_checkpoint
 from pallas_kernels.block_sparse_attention import IMPLEMENTATIONS
 
 
@@ -178,3 +180,15 @@ class TestDict:
     def test_a_value_that_cannot_work_is_refused(self):
         with pytest.raises(ConfigError, match=r"ModelConfig\.norm = 'batch'"):
             from_dict(ModelConfig, {"norm": "batch"})
+
+
+@pytest.mark.parametrize("field", ["data_dir", "tokenizer"])
+def test_the_address_of_a_bucket_is_no_path(field):
+    with pytest.raises(ConfigError, match=rf"DataConfig\.{field} = 's3://bucket/a': must be a path; mount the bucket"):
+        DataConfig(**{field: "s3://bucket/a"})
+
+
+@pytest.mark.parametrize("path", ["gs://bucket/run", Path("gs://bucket/run")])
+def test_checkpoints_in_a_bucket_are_refused(path):
+    with pytest.raises(ConfigError, match="must be a path; mount the bucket"):
+        find_checkpoint(Path(path))

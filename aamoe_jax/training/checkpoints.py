@@ -40,7 +40,7 @@ import orbax.checkpoint as ocp
 from flax import serialization
 from jaxtyping import Array, Shaped, UInt32
 
-from aamoe_jax.config import ConfigError, ExperimentConfig, first_line, from_dict, to_dict
+from aamoe_jax.config import ConfigError, ExperimentConfig, first_line, from_dict, local_path, to_dict
 from aamoe_jax.extensions import import_again, imported
 from aamoe_jax.files import SaveError
 from aamoe_jax.training import distributed
@@ -124,6 +124,7 @@ def load_checkpoint(
 
 def find_checkpoint(path: Path, which: Which = "latest") -> Path:
     """The folder of one checkpoint, given that of a run, of its checkpoints, or of itself."""
+    local_path("checkpoint", path)
     if path.name.isascii() and path.name.isdecimal() and (path / "meta").is_dir():
         return path
     folder = path / FOLDER if (path / FOLDER).is_dir() else path

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import json
 import math
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, to_dict
+from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, local_path, to_dict
 from aamoe_jax.cost import parameter_count
 from aamoe_jax.data import dataset_metadata, ensure_prepared, iterate, load_tokenizer, training_batches
 from aamoe_jax.data.batches import Batch
@@ -113,7 +112,7 @@ def train(
       WrongBitsError: a step gave different bits when it was computed again, as TrainingConfig.check_every asks for.
       StoppedEarly: a signal came before the first step, and this is the only process.
     """
-    run_dir, training, stopwatch = _local(run_dir), config.training, stopwatch or Stopwatch()
+    run_dir, training, stopwatch = local_path("run_dir", run_dir), config.training, stopwatch or Stopwatch()
     setup = set_up(config, stopwatch)
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())  # outermost: no signal cuts off the way out of the others
@@ -360,15 +359,6 @@ def lower_step(step: TrainStep, like: TrainState, config: ExperimentConfig, plac
 def abstract_batch(shape: tuple[int, int], placement: Placement) -> dict[str, jax.ShapeDtypeStruct]:
     """A batch of (rows, tokens) as shapes with shardings."""
     return dict.fromkeys(BATCH_FIELDS, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.batch))
-
-
-def _local(run_dir: str | Path) -> Path:
-    """The path of a run folder; an address of a bucket is none."""
-    if re.match("[a-z][a-z0-9+.-]+:/", str(run_dir)):
-        raise ConfigError(
-            f"run_dir = {str(run_dir)!r}: must be a path; mount the bucket (gcsfuse) and give the path it has here"
-        )
-    return Path(run_dir)
 
 
 def _write_down(config: ExperimentConfig, run_dir: Path, notes: Mapping[str, str]) -> None:

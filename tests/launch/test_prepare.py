@@ -39,6 +39,17 @@ def test_own_files_with_a_tokenizer_of_their_own(tmp_path, notes):
     assert "was there already" in again.stdout
 
 
+@pytest.mark.parametrize("flag", ["data_dir", "tokenizer", "text"])
+def test_the_address_of_a_bucket_is_refused(tmp_path, flag):
+    given = {"data_dir": str(tmp_path), "text": str(tmp_path / "*"), "name": "x"} | {flag: "gs://bucket/a"}
+    done = run(*(f"--{name}={value}" for name, value in given.items()))
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"error: --{flag} = 'gs://bucket/a': must be a path; mount the bucket (gcsfuse) and give the path it has here\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_expected_error_is_one_line_and_exit_code_1(tmp_path):
     done = run("--domain=poems", f"--data_dir={tmp_path}")
     assert done.returncode == 1
