@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,10 @@ F32 = jnp.float32
 ROWS, LANES = 8, 128  # one vector register of 32-bit numbers
 LOG2_E = math.log2(math.e)  # the hardware has powers of two: the factor goes where one is needed anyway
 LOWEST = -1e30  # the maximum of nothing, the score of what is not seen: finite, so that differences are numbers
+
+
+BOUNDS_CHECKS = "PALLAS_KERNELS_BOUNDS_CHECKS"
+"""Environment variable: "1" has every kernel that is traced from then on check the bounds of its addresses on a TPU."""
 
 
 def round_up(x: int, multiple: int) -> int:
@@ -55,9 +60,11 @@ def call(
 
     Args:
       arrays: (blocks, array). results: (blocks, shape, dtype).
+      bounds_checks: whether addresses are checked on a TPU; BOUNDS_CHECKS turns them on whatever this says.
       aliases: arrays by their number, and the result that is written in place of each.
     """
     blocks, given = zip(*arrays, strict=True)
+    checked = bounds_checks or os.environ.get(BOUNDS_CHECKS) == "1"
     # Inside shard_map a kernel must say over which axes of the mesh its results vary: over those of its arguments.
     varying = jax.typeof(jax.tree.leaves(given)[0]).manual_axis_type
     run = pl.pallas_call(
@@ -72,7 +79,7 @@ def call(
         out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for _, shape, dtype in results],
         input_output_aliases={len(scalars) + i: to for i, to in (aliases or {}).items()},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=semantics, disable_bounds_checks=not bounds_checks, vmem_limit_bytes=vmem_bytes
+            dimension_semantics=semantics, disable_bounds_checks=not checked, vmem_limit_bytes=vmem_bytes
         ),
         cost_estimate=cost,
         interpret=interpret,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import chips
@@ -11,7 +12,7 @@ from pallas_kernels.block_sparse_attention import operation, reference, xla
 from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, LocalWindow, NoPairs, Path
 from pallas_kernels.block_sparse_attention.tpu import dense, dispatch, gathered, resident
 from pallas_kernels.block_sparse_attention.tpu import window as window_lib
-from pallas_kernels.block_sparse_attention.types import Attention, Inputs, Pairs, Problem, Window
+from pallas_kernels.block_sparse_attention.types import Attention, Inputs, Pairs, Problem, Window, require_float
 from pallas_kernels.varying import varying
 
 
@@ -55,10 +56,12 @@ def block_sparse_attention(
     T tokens (batch and length flat), K slots a token, R resources of m keys each, H heads of size d.
 
     Args:
-      query: (rotated) meets resources below `num_context`, the context chunks, and the window.
+      query: (rotated) meets resources below `num_context`, the context chunks, and the window. bfloat16 or float32;
+        the kernels for TPUs alone refuse float16.
       query_expert: (un-rotated) meets the resources from `num_context` on, the experts.
       key, value: the resource table: context chunks first, then experts.
-      pairs: which resources each token meets. A token may not name one resource twice.
+      pairs: which resources each token meets. A token may not name one resource twice. A pair whose resource is none
+        of 0..R-1 is hidden, by every implementation: no share, no gradient, and nothing outside the table is read.
       num_context: how many of the resources are context chunks.
       max_pairs: static bound on sum(pairs.count), which the caller guarantees; it bounds work and memory. Pairs past
         it, in token order, are dropped.
@@ -87,7 +90,9 @@ def block_sparse_attention(
     if name not in (known := {*IMPLEMENTATIONS, *PLANS, FASTEST_TPU}):
         raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(known))}")
     inputs = Inputs(query, query_expert, key, value, pairs, max_score)
+    require_float(name, query=query)
     _check_shapes(inputs, window, num_context, max_pairs)
+    inputs = inputs._replace(pairs=_hide_unknown(pairs, len(key)))
     (tokens, heads, d), (resources, m), slots = query.shape, key.shape[:2], pairs.resource.shape[1]
     scale = d**-0.5 if scale is None else float(scale)
     most = max(1, min(max_pairs, pairs.resource.size))  # no more pairs than there are slots
@@ -102,6 +107,17 @@ def block_sparse_attention(
         path = plan(problem) if slots > 0 else NoPairs(problem)
         output, lse, mass, _ = operation.attend((path, local), inputs, window, path.tables(inputs.pairs))
     return Attention(output, lse, jax.lax.stop_gradient(mass))
+
+
+def _hide_unknown(pairs: Pairs, resources: int) -> Pairs:
+    """A pair whose resource is not in the table has number R, bias -inf and no key. It is in no tile of
+    `tables.build`; a path for which every pair must be in one clips the number."""
+    known = (pairs.resource >= 0) & (pairs.resource < resources)
+    return pairs._replace(
+        resource=jnp.where(known, pairs.resource, resources),
+        bias=jnp.where(known, pairs.bias, -jnp.inf),
+        visible=jnp.where(known, pairs.visible, 0),
+    )
 
 
 def _check_shapes(inputs: Inputs, window: Window | None, num_context: int, max_pairs: int) -> None:

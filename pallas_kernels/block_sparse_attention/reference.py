@@ -32,6 +32,7 @@ def attend(inputs: Inputs, window: Window | None, problem: Problem) -> Attention
     output = jnp.einsum("thj,jhd->thd", probability_THJ, value_JHd)
     mass_TR = probability_THJ[:, :, : resources * m].mean(1).reshape(-1, resources, m).sum(-1)
     used_TK = jnp.arange(problem.slots) < inputs.pairs.count[:, None]
+    used_TK &= inputs.pairs.resource < resources
     picked_TK = jnp.take_along_axis(mass_TR, jnp.where(used_TK, inputs.pairs.resource, 0), axis=1)
     return Attention(output.astype(problem.dtype), lse, jnp.where(used_TK, picked_TK, 0.0))
 

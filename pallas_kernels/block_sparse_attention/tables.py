@@ -38,6 +38,8 @@ def build(
 ) -> Tables:
     """Number the pairs, sort them by resource and cut every resource's run into tiles of `tile` rows.
 
+    A pair of resource `num_resources` is in no tile.
+
     `slack` empty tiles follow the bound on tiles, for loops that take several tiles a step and may read past the end.
     """
     last = jnp.cumsum(count, dtype=jnp.int32)

@@ -66,6 +66,23 @@ class Inputs(NamedTuple):
     max_score: Float[Array, ""] | None  # no |scale * q . k| exceeds it; None: nobody knows
 
 
+def require_float(implementation: str, **arrays: Array) -> None:
+    """Refuses a type that an implementation cannot multiply: "pallas_tpu*" takes bfloat16 and float32, the others any
+    float.
+
+    Raises:
+      ValueError: names the argument, its dtype and what to do.
+    """
+    for name, x in arrays.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name}.dtype is {x.dtype}; wanted a float: cast it to bfloat16 or float32")
+        if implementation.startswith("pallas_tpu") and x.dtype not in (jnp.bfloat16, jnp.float32):
+            raise ValueError(
+                f"{name}.dtype is {x.dtype}; the TPU kernels take bfloat16 or float32: cast it, or "
+                "implementation='xla' takes it"
+            )
+
+
 class Problem(NamedTuple):
     """The static numbers of a call."""
 

@@ -107,6 +107,14 @@ class BlockSparseAttentionTest:
             expected, actual = (evaluate(x, static, self.implementation) for x in (inputs, other))
             jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
+    def test_a_resource_that_is_not_in_the_table_is_hidden(self):
+        """As by its bias; no token meets one twice for it."""
+        inputs, static = random_inputs(Shape(count=4))
+        unknown, hidden = unknown_resources(inputs)
+        actual, expected = evaluate(unknown, static, self.implementation), self.expected(hidden, static)
+        for (path, a), e in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+            assert_close(a, e, 1e-5, jax.tree_util.keystr(path))
+
     def test_masses_sum_to_one(self):
         """Where there is no window, and something is seen."""
         inputs, static = random_inputs(Shape(count=3))
@@ -194,6 +202,17 @@ class TpuAttentionTest(BlockSparseAttentionTest):
         program = run.trace(inputs).lower(lowering_platforms=("tpu",)).as_text()
         assert sorted(re.findall(r'kernel_name = "(\w+)"', program)) == sorted(self.kernels + WINDOW_KERNELS)
         assert program.count("all_reduce") == 3  # gradients of both biases, and the mass
+
+
+def unknown_resources(inputs: Inputs) -> tuple[Inputs, Inputs]:
+    """Some slots with resources that do not exist; and the same slots with their resource, hidden by bias -inf."""
+    pairs, resources = inputs.pairs, len(inputs.key)
+    number = jnp.arange(pairs.resource.size).reshape(pairs.resource.shape)
+    which = jnp.asarray([-1, resources, resources + 1, 2**31 - 1, -(2**31)], jnp.int32)[number % 5]
+    bad = number % 3 == 1
+    unknown = pairs._replace(resource=jnp.where(bad, which, pairs.resource))
+    hidden = pairs._replace(bias=jnp.where(bad, -jnp.inf, pairs.bias))
+    return inputs._replace(pairs=unknown), inputs._replace(pairs=hidden)
 
 
 @st.composite

@@ -1,16 +1,25 @@
 """Every implementation against the definition, and the definition against loops in float64."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from pallas_kernels.block_sparse_attention import block_sparse_attention, interface, operation
 from pallas_kernels.block_sparse_attention.tpu import resident
 from pallas_kernels.block_sparse_attention.tpu.layout import Layout
-from tests.pallas_kernels.base import BlockSparseAttentionTest, TpuAttentionTest, assert_close, attend
+from pallas_kernels.tpu import BOUNDS_CHECKS
+from tests.pallas_kernels.base import (
+    BlockSparseAttentionTest,
+    TpuAttentionTest,
+    assert_close,
+    attend,
+    unknown_resources,
+)
 from tests.pallas_kernels.cases import Inputs, Shape, Static, evaluate, naive, random_inputs
 
 
@@ -56,12 +65,13 @@ class TestPallasTpuResident(TpuAttentionTest):
 
     def test_more_tokens_than_fast_memory_holds_come_in_windows(self, monkeypatch):
         """Small windows: the same tables and kernels as when a chip's memory makes them necessary."""
-        inputs, static = random_inputs(Shape(tokens=48, m=8, num_context=6, d=8))
+        inputs, static = random_inputs(Shape(tokens=48, m=8, num_context=6, d=8, count=4))
+        unknown, hidden = unknown_resources(inputs)
         fixed = resident.vmem_bytes(Layout(128, 1, 0, 1, 2, 8), m=8, itemsize=4)
         few = functools.partial(resident.plan, vmem=fixed + 16 * 2**14)
         monkeypatch.setitem(interface.PLANS, "few", (few, operation.XLA_WINDOW))
         assert few(problem_of(inputs, static)).layout.windows == 3
-        actual, expected = (evaluate(inputs, static, name) for name in ("few", "reference"))
+        actual, expected = (evaluate(unknown, static, "few"), evaluate(hidden, static, "reference"))
         jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "windows"), actual, expected)
 
     def test_keys_that_fast_memory_cannot_hold_are_refused(self):
@@ -102,3 +112,52 @@ def test_mixed_dtypes_are_refused():
     inputs, static = random_inputs(Shape())
     with pytest.raises(ValueError, match=r"key\.dtype is bfloat16; wanted float32"):
         attend(inputs._replace(key=inputs.key.astype(jnp.bfloat16)), static, "xla")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "message"),
+    [
+        (name, jnp.int32, r"query\.dtype is int32; wanted a float: cast it to bfloat16 or float32")
+        for name in ("reference", "xla", "pallas_gpu", "pallas_tpu", "pallas_tpu_resident")
+    ]
+    + [
+        (name, jnp.float16, r"query\.dtype is float16; the TPU kernels take bfloat16 or float32: .*'xla' takes it")
+        for name in ("pallas_tpu", "pallas_tpu_resident", "pallas_tpu_gathered", "pallas_tpu_dense")
+    ],
+)
+def test_types_that_cannot_be_multiplied_are_refused(implementation, dtype, message):
+    inputs, static = random_inputs(Shape())
+    arrays = (x.astype(dtype) for x in inputs[:4])
+    untyped = inspect.unwrap(block_sparse_attention)  # the tests' own check of annotations would come first
+    with pytest.raises(ValueError, match=message):
+        untyped(*arrays, inputs.pairs, implementation=implementation, **static._asdict())
+
+
+def test_xla_takes_float16_as_its_refusal_says():
+    inputs, static = random_inputs(Shape(), jnp.float16)
+    exact, _ = random_inputs(Shape())
+    found, wanted = attend(inputs, static, "xla"), attend(exact, static, "reference")
+    assert_close(found.output.astype(jnp.float32), wanted.output, 5e-3, "output")
+
+
+@pytest.mark.parametrize("implementation", ["pallas_tpu_resident", "pallas_tpu_gathered"])
+def test_one_variable_turns_bounds_checks_on(monkeypatch, implementation):
+    """Those two go without: their addresses come from tables."""
+    inputs, static = random_inputs(Shape(window=False))
+
+    def disabled() -> set[bool]:
+        given = set()
+
+        def record(*args, compiler_params, **options):
+            given.add(compiler_params.disable_bounds_checks)
+            return called(*args, compiler_params=compiler_params, **options)
+
+        with monkeypatch.context() as patch:
+            called = pl.pallas_call
+            patch.setattr(pl, "pallas_call", record)
+            jax.eval_shape(lambda x: attend.__wrapped__(x, static, implementation), inputs)
+        return given
+
+    assert True in disabled()
+    monkeypatch.setenv(BOUNDS_CHECKS, "1")
+    assert disabled() == {False}

@@ -1,6 +1,7 @@
 """Paged attention of one token per sequence, every implementation, against the definition of block-sparse attention."""
 
 import functools
+import inspect
 import subprocess
 import sys
 
@@ -74,7 +75,15 @@ def definition(query, query_expert, page_key, page_value, expert_key, expert_val
 @every_implementation
 @pytest.mark.parametrize(
     ("slots", "count"),
-    [(1, [1, 1, 0]), (SLOTS, [4, 1, 2]), (SLOTS, [7, 0, 5]), (SLOTS, [0, 0, 6]), (SLOTS, [1, 0, 0]), (SLOTS, [0] * 3)],
+    [
+        (1, [1, 1, 0]),
+        (SLOTS, [4, 1, 2]),
+        (SLOTS, [7, 0, 5]),
+        (SLOTS, [0, 0, 6]),
+        (SLOTS, [1, 0, 0]),
+        (SLOTS, [0] * 3),
+        (0, [0] * 3),
+    ],
 )
 def test_it_is_block_sparse_attention(implementation, slots, count):
     given = inputs(slots, count)
@@ -108,6 +117,31 @@ def test_unused_slots_may_hold_anything(implementation):
     results = (attend(*arrays, given, implementation=implementation) for given in (slots, junk))
     for before, after in zip(*results, strict=True):
         np.testing.assert_array_equal(before, after)
+
+
+@every_implementation
+@pytest.mark.parametrize("experts", [0, E])
+def test_a_resource_that_is_in_no_table_is_hidden(implementation, experts):
+    """As by its bias; its neighbours among other sequences' pages are not read."""
+    *arrays, slots = inputs(PAGES, [5, 4, 2], experts=experts)
+    bad = (jnp.arange(ROWS * PAGES) % 3 == 1).reshape(ROWS, PAGES)
+    for wrong in (-1, PAGES + experts, 2**31 - 1, -(2**31)):
+        unknown = slots._replace(resource=jnp.where(bad, wrong, slots.resource))
+        hidden = slots._replace(bias=jnp.where(bad, -jnp.inf, slots.bias))
+        found = attend(*arrays, unknown, implementation=implementation)
+        for left, right in zip(found, definition(*arrays, hidden), strict=True):
+            np.testing.assert_allclose(left, right, atol=1e-5)
+
+
+@every_implementation
+def test_types_that_cannot_be_multiplied_are_refused(implementation):
+    query, *rest = inputs(SLOTS, [1, 1, 1])
+    untyped = inspect.unwrap(paged_attention)  # the tests' own check of annotations would come first
+    with pytest.raises(ValueError, match=r"query\.dtype is int32; wanted a float"):
+        untyped(query.astype(jnp.int32), *rest, implementation=implementation)
+    if implementation == "pallas_tpu":
+        with pytest.raises(ValueError, match=r"query\.dtype is float16; the TPU kernels take.*implementation='xla'"):
+            paged_attention(query.astype(jnp.float16), *rest, implementation=implementation)
 
 
 @every_implementation

@@ -38,7 +38,9 @@ class Path(NamedTuple):
 
     def tables(self, pairs: Pairs) -> Tables:
         """Tiles of as many rows as a warpgroup multiplies."""
-        return tables_lib.build(pairs.resource, pairs.count, self.problem.resources, self.problem.max_pairs, ROWS)
+        most = self.problem.resources, self.problem.max_pairs
+        resource = jnp.minimum(pairs.resource, most[0] - 1)  # hidden, but every pair has a row
+        return tables_lib.build(resource, pairs.count, *most, ROWS)
 
     def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
         """Every pair on its own, then one distribution per token."""

@@ -5,11 +5,12 @@ Shapes: b sequences, l pages a sequence, m keys a page or expert, E experts, K s
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention.paged import tpu, xla
-from pallas_kernels.block_sparse_attention.types import Cache, Slots
+from pallas_kernels.block_sparse_attention.types import Cache, Slots, require_float
 
 IMPLEMENTATIONS = {"xla": xla.attend, "pallas_tpu": tpu.attend}
 
@@ -33,7 +34,10 @@ def paged_attention(
     together ("pallas_tpu"), or the largest of them ("xla").
 
     Args:
-      query: (rotated) meets pages. query_expert: (un-rotated) meets experts.
+      query: (rotated) meets pages. bfloat16 or float32; the kernel for TPUs alone refuses float16.
+      query_expert: (un-rotated) meets experts.
+      slots: one whose resource is none of 0..l+E-1 is hidden, by every implementation: no share, and nothing outside
+        the tables is read.
       norm_expert_key: applied to the rows of expert keys that were fetched, in the type of the query. It sees whole
         heads, [..., d], and must treat all alike: how many it is given at a time is not its business.
       scale: of the scores; None is d ** -0.5.
@@ -46,5 +50,17 @@ def paged_attention(
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(IMPLEMENTATIONS))}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    require_float(name, query=query, query_expert=query_expert)
     cache = Cache(page_key, page_value, expert_key, expert_value)
-    return IMPLEMENTATIONS[name](query, query_expert, cache, slots, norm_expert_key, scale)
+    return IMPLEMENTATIONS[name](query, query_expert, cache, _hide_unknown(slots, cache), norm_expert_key, scale)
+
+
+def _hide_unknown(slots: Slots, cache: Cache) -> Slots:
+    """A slot whose resource is in no table shows no key of some other."""
+    resources = cache.page_key.shape[1] + len(cache.expert_key)
+    known = (slots.resource >= 0) & (slots.resource < resources)
+    return slots._replace(
+        resource=jnp.where(known, slots.resource, 0),
+        begin=jnp.where(known, slots.begin, 0),
+        end=jnp.where(known, slots.end, 0),
+    )

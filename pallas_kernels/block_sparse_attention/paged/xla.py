@@ -24,7 +24,9 @@ def attend(
     scale: float,
 ) -> tuple[Float[Array, "b H d"], Float[Array, "b H"]]:
     """See `interface.paged_attention`."""
-    (rows, num_pages, m), padding = cache.page_key.shape[:3], -slots.resource.shape[1] % GROUP
+    rows, num_pages, m = cache.page_key.shape[:3]
+    number = slots.resource.shape[1]
+    padding = max(GROUP, number + -number % GROUP) - number  # a group to slice, if nobody has a slot
     padded = [jnp.pad(x, ((0, 0), (0, padding))) for x in slots[:4]]
 
     def rows_of(pages, experts, resource, norm):

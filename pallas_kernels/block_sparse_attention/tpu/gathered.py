@@ -45,7 +45,8 @@ class Path(NamedTuple):
     def tables(self, pairs: Pairs) -> Tables:
         """Tiles of a resource, blocks of tokens."""
         most, tile = (self.problem.resources, self.problem.max_pairs), self.layout.tile
-        by_resource = tables_lib.build(pairs.resource, pairs.count, *most, tile)
+        resource = jnp.minimum(pairs.resource, self.problem.resources - 1)  # hidden, but every pair has a row
+        by_resource = tables_lib.build(resource, pairs.count, *most, tile)
         number = jnp.arange(by_resource.pair.size, dtype=jnp.int32).reshape(-1, tile)
         row = tables_lib.rows_to_pairs(number, by_resource)
         return Tables(by_resource, _pad_to(CHUNK, row, 0), _steps(by_resource.numbering))

@@ -38,7 +38,9 @@ class Path(NamedTuple):
         """Pairs by window of the token, then by resource; an empty tile at the end."""
         problem, layout = self.problem, self.layout
         window_T = jnp.arange(problem.tokens, dtype=jnp.int32) // layout.tokens
-        resource, resources = pairs.resource + problem.resources * window_T[:, None], problem.resources * layout.windows
+        resources = problem.resources * layout.windows
+        known = pairs.resource < problem.resources
+        resource = jnp.where(known, pairs.resource + problem.resources * window_T[:, None], resources)
         return tables_lib.build(resource, pairs.count, resources, problem.max_pairs, layout.tile, slack=1)
 
     def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
