@@ -11,6 +11,8 @@ a cycle is the most that a core issues.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -36,6 +38,10 @@ TPUS = {
 }
 """By the names of `pallas_kernels.aot.TOPOLOGIES`."""
 
+HOPPERS = ("h100", "h200")
+"""GPUs that "pallas_gpu" is compiled for, by the names of `pallas_kernels.aot.GPUS`."""
+_HOPPER = "9.0"  # compute capability; its kernels use instructions (sm_90a) that no other generation has
+
 _KINDS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 _KINDS |= {"TPU v6e": "v6e", "TPU7x": "tpu7x", "TPU v7x": "tpu7x"}
 _OTHERS = {"TPU v4": 275e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
@@ -54,7 +60,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 def current() -> str:
     """The TPU that code is traced for: the assumed one, or the one there; v5p, the smallest here, for any other."""
-    if _assumed:
+    if _assumed and _assumed[-1] in TPUS:
         return _assumed[-1]
     return _KINDS.get(jax.devices()[0].device_kind, _ANY)
 
@@ -65,17 +71,52 @@ def kernels_by_default() -> bool:
 
     The compiler cannot divide a kernel over a mesh; inside `jax.shard_map` there is nothing left to divide.
     """
-    if not _assumed and (jax.default_backend() != "tpu" or jax.devices()[0].device_kind not in _KINDS):
+    if _assumed:
+        there = _assumed[-1] in TPUS
+    else:
+        there = jax.default_backend() == "tpu" and jax.devices()[0].device_kind in _KINDS
+    if not there:
         return False
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() == 1 or (not mesh.empty and mesh.are_all_axes_manual)
 
 
+def takes_gpu_kernels(wanted: str) -> bool:
+    """Whether the GPU there, or assumed, is a Hopper; any other GPU is told of it, once.
+
+    Args:
+      wanted: what was asked for, as `argument='value'`.
+
+    Raises:
+      ValueError: there is no GPU.
+    """
+    if _assumed:
+        return _assumed[-1] in HOPPERS
+    if (platform := jax.default_backend()) != "gpu":
+        raise ValueError(
+            f"{wanted} needs a Hopper GPU (H100, H200), and JAX runs on a {platform}: leave it out, and the best for "
+            "the device is chosen"
+        )
+    device = jax.devices()[0]
+    if device.compute_capability == _HOPPER:
+        return True
+    _say_once(
+        f"{wanted}: these kernels are for Hopper GPUs (compute capability {_HOPPER}); {device.device_kind} has "
+        f"{device.compute_capability} and gets 'xla'"
+    )
+    return False
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logging.getLogger("pallas_kernels").warning(message)
+
+
 @contextlib.contextmanager
 def assume(chip: str) -> Iterator[None]:
-    """Code traced within is for `chip`, a name in TPUS: for compiling where the chip is not."""
-    if chip not in TPUS:
-        raise ValueError(f"chip={chip!r} is unknown; there are {', '.join(TPUS)}")
+    """Code traced within is for `chip`, a name in TPUS or HOPPERS: for compiling where the chip is not."""
+    if chip not in (*TPUS, *HOPPERS):
+        raise ValueError(f"chip={chip!r} is unknown; there are {', '.join((*TPUS, *HOPPERS))}")
     _assumed.append(chip)
     try:
         yield

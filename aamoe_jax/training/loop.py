@@ -397,7 +397,7 @@ def _opening(config: ExperimentConfig, like: TrainState, start: int) -> str:
     hosts = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     begins = f"resuming at step {start}" if start else "starting"
     kernel, platform = config.model.kernel or "", devices[0].platform
-    foreign = kernel.startswith("pallas_") and not kernel.startswith(f"pallas_{platform}")
+    foreign = kernel.startswith("pallas_tpu") and platform != "tpu"  # those for GPUs refuse other devices
     warning = (
         f"warning: ModelConfig.kernel = {kernel!r} is slow on a {platform}, where it is only tested; leave it out\n"
     )

@@ -76,8 +76,9 @@ def block_sparse_attention(
         row. Nothing but the choice of implementation depends on it.
       implementation: a name in IMPLEMENTATIONS; or "pallas_tpu", the fastest of the three for TPUs by `tpu.dispatch`.
         None is that on one TPU or inside `jax.shard_map`, and "xla" elsewhere: the compiler cannot divide a kernel over
-        a mesh, and those for GPUs have been compiled but never run. Away from a TPU its kernels are interpreted, away
-        from a GPU the tiles of "pallas_gpu" are computed by XLA: both are for tests.
+        a mesh, and those for GPUs have been compiled but never run. Away from a TPU its kernels are interpreted, for
+        tests. "pallas_gpu" is for Hopper GPUs: any other gets "xla", with a line in the log; where there is no GPU it
+        is refused, but that under `chips.assume("h200")` XLA computes its tiles, for tests.
 
     Returns:
       `Attention`, differentiable in query, query_expert, key, value, pairs.bias and window.bias through `output` and
@@ -89,6 +90,8 @@ def block_sparse_attention(
     name = (FASTEST_TPU if chips.kernels_by_default() else "xla") if implementation is None else implementation
     if name not in (known := {*IMPLEMENTATIONS, *PLANS, FASTEST_TPU}):
         raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(known))}")
+    if name == "pallas_gpu" and not chips.takes_gpu_kernels(f"implementation={name!r}"):
+        name = "xla"
     inputs = Inputs(query, query_expert, key, value, pairs, max_score)
     require_float(name, query=query)
     _check_shapes(inputs, window, num_context, max_pairs)
@@ -110,13 +113,12 @@ def block_sparse_attention(
 
 
 def _hide_unknown(pairs: Pairs, resources: int) -> Pairs:
-    """A pair whose resource is not in the table has number R, bias -inf and no key. It is in no tile of
-    `tables.build`; a path for which every pair must be in one clips the number."""
+    """A pair whose resource is not in the table has number R and bias -inf. It is in no tile of
+    `tables.build` and in no row that `dense` shows; a path for which every pair must be in a tile clips the number."""
     known = (pairs.resource >= 0) & (pairs.resource < resources)
     return pairs._replace(
         resource=jnp.where(known, pairs.resource, resources),
         bias=jnp.where(known, pairs.bias, -jnp.inf),
-        visible=jnp.where(known, pairs.visible, 0),
     )
 
 

@@ -74,6 +74,15 @@ class TestPallasTpuResident(TpuAttentionTest):
         actual, expected = (evaluate(unknown, static, "few"), evaluate(hidden, static, "reference"))
         jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "windows"), actual, expected)
 
+    def test_a_resource_that_is_not_in_the_table_is_in_no_tile(self):
+        """Of no window: a tile adds to the sums of several rows at once, which must be of different tokens."""
+        inputs, static = random_inputs(Shape(tokens=48, m=8, num_context=6, d=8, slots=3, count=3))
+        path = resident.Path(problem_of(inputs, static), Layout(128, 3, 16, 1, 2, 8))
+        unknown = jnp.arange(48 * 3).reshape(48, 3) % 5 == 1
+        pairs = inputs.pairs._replace(resource=jnp.where(unknown, len(inputs.key), inputs.pairs.resource))
+        in_tiles = np.unique(np.asarray(path.tables(pairs).pair))
+        np.testing.assert_array_equal(in_tiles, [*np.flatnonzero(~np.asarray(unknown)), 48 * 3])
+
     def test_keys_that_fast_memory_cannot_hold_are_refused(self):
         inputs, static = random_inputs(Shape())
         problem = problem_of(inputs, static)._replace(m=4096, heads=16, d=128)

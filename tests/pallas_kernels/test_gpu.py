@@ -5,16 +5,19 @@ chip; only a run on one joins the two.
 """
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import aot, chips
+from pallas_kernels.block_sparse_attention import interface, xla
 from pallas_kernels.block_sparse_attention.gpu import elsewhere, kernels, path
 from pallas_kernels.block_sparse_attention.gpu.kernels import ROWS, Plan, Rows, Tiles
-from pallas_kernels.block_sparse_attention.operation import Problem
-from tests.pallas_kernels.base import BlockSparseAttentionTest, assert_close
+from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, Problem
+from tests.pallas_kernels.base import BlockSparseAttentionTest, assert_close, attend
 from tests.pallas_kernels.cases import Shape, random_inputs
 
 
@@ -22,9 +25,63 @@ class TestPath(BlockSparseAttentionTest):
     implementation = "pallas_gpu"
     random_shapes = 2
 
+    @pytest.fixture(autouse=True)
+    def a_hopper(self):
+        """Assumed: XLA computes the tiles."""
+        with chips.assume("h200"):
+            yield
+
     @pytest.mark.parametrize("m", [65, 576])  # 576 = 9 * 64 keys do not fit at once: three parts
     def test_resources_longer_than_a_block_of_keys(self, m):
         self.check(*random_inputs(Shape(tokens=70, m=m, num_context=2, d=66, heads=1, window=False)))
+
+
+class TestWhoGetsTheKernels:
+    """By stand-ins for the device."""
+
+    def planned(self, monkeypatch, kind: str | None = None, capability: str = "") -> str:
+        """Which implementation `pallas_gpu` turns out to be."""
+        if kind is not None:
+            device = types.SimpleNamespace(device_kind=kind, compute_capability=capability)
+            monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+            monkeypatch.setattr(jax, "devices", lambda: [device])
+        found = []
+        for name in ("pallas_gpu", "xla"):
+
+            def plan(problem, name=name):
+                found.append(name)
+                return xla.plan(problem)
+
+            monkeypatch.setitem(interface.PLANS, name, (plan, XLA_WINDOW))
+        inputs, static = random_inputs(Shape())
+        jax.eval_shape(lambda inputs: attend.__wrapped__(inputs, static, "pallas_gpu"), inputs)
+        return "".join(found)
+
+    @pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
+    def test_a_hopper_does(self, monkeypatch, caplog, kind):
+        assert self.planned(monkeypatch, kind, "9.0") == "pallas_gpu"
+        assert not caplog.records
+
+    @pytest.mark.parametrize(("kind", "capability"), [("NVIDIA A100-SXM4-80GB", "8.0"), ("NVIDIA B200", "10.0")])
+    def test_any_other_gpu_gets_xla_and_one_line_says_so(self, monkeypatch, caplog, kind, capability):
+        chips._say_once.cache_clear()
+        assert [self.planned(monkeypatch, kind, capability) for _ in range(2)] == ["xla", "xla"]
+        (line,) = [record.getMessage() for record in caplog.records if record.name == "pallas_kernels"]
+        assert "implementation='pallas_gpu'" in line
+        assert line.endswith(f"{kind} has {capability} and gets 'xla'")
+
+    def test_a_cpu_is_refused(self, monkeypatch):
+        with pytest.raises(
+            ValueError, match=r"implementation='pallas_gpu' needs a Hopper GPU.*runs on a cpu: leave it"
+        ):
+            self.planned(monkeypatch)
+
+    def test_an_assumed_gpu_is_no_tpu(self):
+        with chips.assume("h100"):
+            assert chips.takes_gpu_kernels("")
+            assert not chips.kernels_by_default()
+            assert chips.current() == "v5p"
+        assert set(chips.HOPPERS) == set(aot.GPUS)
 
 
 class TestPlan:

@@ -183,7 +183,7 @@ class TestTrain:
         assert train(config, tmp_path / "run") == first
 
     @pytest.mark.parametrize(
-        ("kernel", "warns"), [("pallas_gpu", True), ("pallas_tpu", True), ("xla", False), (None, False)]
+        ("kernel", "warns"), [("pallas_gpu", False), ("pallas_tpu", True), ("xla", False), (None, False)]
     )
     def test_a_kernel_of_another_device_is_warned_of(self, kernel, warns):
         state = TrainState(jnp.int32(0), {}, {}, jax.random.key(0), jnp.zeros(0))

@@ -55,7 +55,6 @@ class Path(NamedTuple):
         problem, layout = self.problem, self.layout
         first = jnp.cumsum(pairs.count, dtype=jnp.int32) - pairs.count
         used = jnp.arange(problem.slots) < jnp.clip(problem.max_pairs - first, 0, pairs.count)[:, None]
-        used &= pairs.resource < problem.resources
         padding = jnp.where(pairs.resource < problem.num_context, 0, -problem.num_context % layout.block)
         chosen = jnp.where(used, pairs.resource + padding, -1)
         block = jnp.where(used, chosen // layout.block, -1)
