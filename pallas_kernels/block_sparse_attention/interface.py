@@ -90,11 +90,11 @@ def block_sparse_attention(
     name = (FASTEST_TPU if chips.kernels_by_default() else "xla") if implementation is None else implementation
     if name not in (known := {*IMPLEMENTATIONS, *PLANS, FASTEST_TPU}):
         raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(known))}")
-    if name == "pallas_gpu" and not chips.takes_gpu_kernels(f"implementation={name!r}"):
-        name = "xla"
     inputs = Inputs(query, query_expert, key, value, pairs, max_score)
     require_float(name, query=query)
     _check_shapes(inputs, window, num_context, max_pairs)
+    if name == "pallas_gpu" and not chips.takes_gpu_kernels(f"implementation={name!r}"):
+        name = "xla"
     inputs = inputs._replace(pairs=_hide_unknown(pairs, len(key)))
     (tokens, heads, d), (resources, m), slots = query.shape, key.shape[:2], pairs.resource.shape[1]
     scale = d**-0.5 if scale is None else float(scale)
