@@ -128,6 +128,9 @@ class BudgetConfig:
     """Price of an expert, where a chunk of context costs 1 (AA-39); at least 1, so that a budget bounds the pairs."""
     distance_price: float = 0.0
     """What distance adds to the price of a chunk: one that is n chunks back costs 1 + distance_price * log2(n)."""
+    load_price: float = 0.0
+    """What load adds to the price of an expert: expert_price + load_price * E * load, where load is the expert's mean
+    share of the router's softmax over the tokens before in the document; 1 / E where experts are wanted alike."""
     slack: int = 64
     """Pairs by which the running spend of a document's causal budgets may exceed beta * i (the cap, decision 23)."""
 
@@ -141,9 +144,10 @@ class BudgetConfig:
             refuse(self, "expert_share", "must be in [0, 1], or None for one budget")
         if not 1 <= self.expert_price < math.inf:
             refuse(self, "expert_price", "must be a number of at least 1")
-        if not 0 <= self.distance_price < math.inf:
-            refuse(self, "distance_price", "must be a number of at least 0")
-        for field, plain in (("expert_price", 1), ("distance_price", 0)):
+        for field in ("distance_price", "load_price"):
+            if not 0 <= getattr(self, field) < math.inf:
+                refuse(self, field, "must be a number of at least 0")
+        for field, plain in (("expert_price", 1), ("distance_price", 0), ("load_price", 0)):
             if self.expert_share is not None and getattr(self, field) != plain:
                 refuse(self, field, f"must be {plain} where experts have a share of their own (expert_share)")
         if self.slack < 0:
@@ -180,6 +184,9 @@ class AAMoEConfig:
     signal: Literal["joint", "context_stopped", "experts_stopped", "separate"] = "joint"
     """What the router learns from (AA-23): one softmax over chunks and experts (`joint`); the same without gradient to
     the scores of one of the two; or a softmax over each of the two for itself (`separate`)."""
+    expert_gate: bool = False
+    """Whether a gate weighs the experts of a token beside attention: (h . g_l) / sqrt(d) is added to log P of expert l
+    once the budget is spent (the ablation of AA-24). It starts at 0."""
     key_convolution: bool = False
     """Whether keys are of a token and a little of the three before it, channel by channel: with this, a key says what
     came before as well, and a mean of keys more of its group."""
@@ -213,6 +220,10 @@ class AAMoEConfig:
             if self.router == "pooled" and getattr(self, field) != plain:
                 refuse(self, field, "router = 'pooled' has nothing of its own to train; take router = 'learned'")
         require_choice(self, "bias", ("log_prob", "none"))
+        if self.expert_gate and (self.bias == "none" or not self.num_experts):
+            refuse(self, "expert_gate", "is added to the bias of experts: it needs bias = 'log_prob' and num_experts")
+        if self.budget.load_price and not self.num_experts:
+            refuse(self.budget, "load_price", "there are no experts (AAMoEConfig.num_experts = 0)")
         require_choice(self, "signal", ("joint", "context_stopped", "experts_stopped", "separate"))
         require_choice(self, "null_slot", ("none", "learned"))
         if self.max_resources is not None and self.max_resources < 1:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from aamoe_jax.aamoe.budget import UNBOUNDED, Budget
+from aamoe_jax.aamoe.budget import UNBOUNDED, Budget, index_in_document, over_documents
 from aamoe_jax.aamoe.resources import LOCAL
 from aamoe_jax.aamoe.router import Scores
 from aamoe_jax.config import AAMoEConfig
@@ -55,10 +55,16 @@ class Candidates(NamedTuple):
     """K_max, times the budget scale where that is above 1."""
     adds_up: bool
     """Whether exp(r) of all that is available adds up to 1 as it is."""
+    load: Float[Array, "b L E"] | None = None
+    """What the tokens before wanted of every expert, where that has a price: see `load_of_rows`."""
 
     def kinds(self) -> tuple[list[Float[Array, "b L _"]], list[Bool[Array, "b L _"]]]:
         """(scores of chunks, of experts), (availability of chunks, of experts)."""
         return jnp.split(self.scores, [self.num_chunks], axis=-1), jnp.split(self.available, [self.num_chunks], axis=-1)
+
+    def wanted(self) -> Float[Array, "b L E"]:
+        """The softmax over experts alone."""
+        return jax.nn.softmax(self.kinds()[0][1], axis=-1)
 
     def normalized(self) -> Candidates:
         """r - log sum_l exp(r_il), which is log P(choose) of eq 14."""
@@ -84,13 +90,19 @@ class Candidates(NamedTuple):
 
 
 def candidates(
-    config: AAMoEConfig, scores: Scores, own: Int[Array, "b L"], chunks: Bool[Array, "b L l"], context: Context
+    config: AAMoEConfig,
+    scores: Scores,
+    own: Int[Array, "b L"],
+    chunks: Bool[Array, "b L l"],
+    context: Context,
+    load: Float[Array, "b L E"] | None = None,
 ) -> Candidates:
     """The resources that every token can choose from.
 
     Args:
       own: the chunk that each token is in.
       chunks: which of the completed chunks it may choose.
+      load: of experts, where the tokens before are in a cache; else it is that of whole rows.
     """
     (of_chunks, of_experts, of_local), local = scores, LOCAL[config.local]
     every = jnp.concatenate([of_chunks, of_experts], axis=-1)
@@ -107,6 +119,8 @@ def candidates(
         slots = min(slots, math.floor(config.max_resources * max_scale))
         scaled = config.max_resources * jnp.clip(context.scale, 1.0, max_scale)
         max_resources = jnp.floor(scaled + 1e-4).astype(jnp.int32)
+    if load is None and config.budget.load_price:
+        load = load_of_rows(of_experts, context)
     found = Candidates(
         scores=every,
         available=available,
@@ -117,11 +131,25 @@ def candidates(
         slots=slots,
         max_resources=max_resources,
         adds_up=config.router == "pooled" or config.signal == "separate",
+        load=load,
     )
     if config.signal != "joint":
         found = found.learning_from(config.signal)
     # Only a key without bias beside the resources makes the partition of eq 14 matter (decision 15).
     return found.normalized() if config.null_slot == "learned" else found
+
+
+def load_of_rows(scores: Float[Array, "b n E"], context: Context) -> Float[Array, "b n E"]:
+    """The mean share of every expert in the softmax over experts, over the tokens before one in its document; 0 for the
+    first. It is what was wanted, not what was bought: that depends on prices, so on all choices before (decision 39).
+
+    Args:
+      scores: r_il of the tokens here.
+    """
+    wanted, segment_ids = context.move(jax.nn.softmax(scores, axis=-1), "here", "rows"), context.segment_ids
+    (so_far,) = over_documents(lambda x, y: (x[0] + y[0],), (wanted,), segment_ids)
+    tokens_before = jnp.maximum(index_in_document(segment_ids) - 1, 1)
+    return context.move((so_far - wanted) / tokens_before[..., None], "rows", "here")
 
 
 class Allocator:
@@ -140,7 +168,7 @@ def allocator(config: AAMoEConfig) -> Allocator:
     """The one that a config asks for."""
     if config.budget.expert_share is not None:
         return Shares(config.budget.expert_share)
-    price = Price(config.budget.expert_price, config.budget.distance_price)
+    price = Price(config.budget.expert_price, config.budget.distance_price, config.budget.load_price)
     return OneBudget() if price == Price() else Prices(price)
 
 
@@ -159,17 +187,23 @@ class OneBudget(Allocator):
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """What a resource costs (AA-39), at least 1: an expert `expert`; the local resource and the chunk before 1, and a
-    chunk that is n chunks back 1 + `distance` * log2(n)."""
+    """What a resource costs (AA-39), at least 1: an expert `expert`, and `load` times its load over the mean of 1 / E;
+    the local resource and the chunk before 1, and a chunk that is n chunks back 1 + `distance` * log2(n)."""
 
     expert: float = 1.0
     distance: float = 0.0
+    load: float = 0.0
 
     def __call__(self, resource: Int[Array, "b L K"], candidates: Candidates) -> Float[Array, "b L K"]:
         """Of resources, by the row's index."""
         back = jnp.maximum(candidates.own[..., None] - resource, 1)
         chunk = 1.0 + self.distance * jnp.log2(back.astype(jnp.float32))
-        return jnp.where(resource >= candidates.num_chunks, self.expert, chunk)
+        expert: Float[Array, "b L K"] | float = self.expert
+        if candidates.load is not None:
+            experts = candidates.load.shape[-1]
+            index = jnp.clip(resource - candidates.num_chunks, 0, experts - 1)
+            expert += self.load * experts * jnp.take_along_axis(candidates.load, index, axis=-1)
+        return jnp.where(resource >= candidates.num_chunks, expert, chunk)
 
 
 @dataclasses.dataclass(frozen=True)

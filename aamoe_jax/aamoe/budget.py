@@ -100,11 +100,11 @@ def most_pairs(mode: BudgetMode, rows: int, length: int, slots: int, beta: float
 
 def over_documents(
     merge: Callable[[tuple[Array, ...], tuple[Array, ...]], tuple[Array, ...]],
-    terms: tuple[Shaped[Array, "b L"], ...],
+    terms: tuple[Shaped[Array, "b L *rest"], ...],
     segment_ids: Int[Array, "b L"],
     *,
     reverse: bool = False,
-) -> tuple[Shaped[Array, "b L"], ...]:
+) -> tuple[Shaped[Array, "b L *rest"], ...]:
     """The running `merge` of the terms of a document, up to every token; in reverse from its end down to the token.
 
     Args:
@@ -114,7 +114,8 @@ def over_documents(
     def restart(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple[Array, ...]:
         (left_start, *so_far), (start, *own) = left, right
         merged = merge(tuple(so_far), tuple(own))
-        return left_start | start, *(jnp.where(start, x, y) for x, y in zip(own, merged, strict=True))
+        of = [start.reshape(start.shape + (1,) * (x.ndim - start.ndim)) for x in own]
+        return left_start | start, *(jnp.where(*choice) for choice in zip(of, own, merged, strict=True))
 
     changes = segment_ids[:, 1:] != segment_ids[:, :-1]
     start = jnp.pad(changes, ((0, 0), (0, 1) if reverse else (1, 0)), constant_values=True)

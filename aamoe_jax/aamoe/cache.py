@@ -32,6 +32,8 @@ class Cache(NamedTuple):
     """Log of the running mean of exp(importance), the normaliser of prefix budgets, and what rounding cut off it."""
     spent: Int[Array, "b"]
     """Resources given so far: what the cap counts."""
+    load: Float[Array, "b E"]
+    """What was wanted of every expert so far, summed over tokens, where load has a price; else of no experts."""
 
     def write(self, positions: Int[Array, "b 1"], key: Float[Array, "b 1 d"], value: Float[Array, "b 1 d"]) -> Cache:
         """With the key and value of one more token in every row, at its own position."""
@@ -83,4 +85,5 @@ def new_cache(config: ModelConfig, rows: int, length: int) -> Cache:
         jnp.zeros((rows, TOKENS_BEFORE if config.aamoe.looks_back else 0, width), config.dtype),
         jnp.zeros((rows, 2)),
         jnp.zeros(rows, jnp.int32),
+        jnp.zeros((rows, config.aamoe.num_experts if config.aamoe.budget.load_price else 0)),
     )

@@ -61,10 +61,16 @@ class AAMoECosts(Mixer):
         scored = FLOAT * d * (3 + 2 * groups / m) + maps if pooled else 3 * FLOAT * d + saved_rotation(d)
         if config.aamoe.expert_router == "attention":
             scored += FLOAT * experts * (2 * experts + 5)
+        if config.aamoe.expert_gate:
+            scores += 2 * d * experts
+            scored += FLOAT * (experts + 2 * given.slots)
+        if config.aamoe.budget.load_price:
+            scored += FLOAT * (3 * experts + 2 * given.slots)
         saved = scored + 3 * s * d + FLOAT * d + 10 * FLOAT * given.slots
         table = Costs(activation_bytes=experts * m * (saved_norm(config, d) + 2 * s * d))
         # Pages, the vectors that score each, and what the budget has spent; pooled keys of experts once for all rows.
-        cached = at.rows * (chunks * (2 * m * d * s + FLOAT * groups * d) + 3 * FLOAT)
+        loads = experts if config.aamoe.budget.load_price else 0
+        cached = at.rows * (chunks * (2 * m * d * s + FLOAT * groups * d) + (3 + loads) * FLOAT)
         cached += FLOAT * d * experts * groups if pooled else 0
         return (
             projections(at)
@@ -95,6 +101,7 @@ class AAMoECosts(Mixer):
         if layer.expert_router == "attention":
             resources += 2 * layer.num_experts
         scored = d * layer.pooled_keys * resources if layer.router == "pooled" else d**2 + d * resources
+        scored += d * layer.num_experts if layer.expert_gate else 0
         predictor = 4 * PREDICTOR_WIDTH * (d + 2) if layer.budget.normalizer == "row" else 0
         return FLOAT * (2 * d * (d + at.kv_width) + scored) + predictor
 

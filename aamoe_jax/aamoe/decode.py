@@ -46,9 +46,13 @@ def prefill(
     log_mean = jax.nn.logsumexp(importance, axis=-1) - jnp.log(context.real.sum(-1))
     router_key = layer.router.page_keys(heads, context)
     cache = cache.fill(merge_heads(heads.key), merge_heads(heads.value), router_key)
+    load = cache.load
+    if layer.config.aamoe.budget.load_price:
+        load = jnp.where(context.real[..., None], steps.candidates.wanted(), 0).sum(1)
     return output, cache._replace(
         log_mean=jnp.stack([log_mean, jnp.zeros_like(log_mean)], axis=1),
         spent=steps.budget.granted.sum(-1),
+        load=load,
         before=last_tokens(h, context) if layer.config.aamoe.looks_back else cache.before,
     )
 
@@ -66,12 +70,20 @@ def decode(
     chunks = jnp.arange(cache.key.shape[1]) < own[..., None]
     chunks &= config.aamoe.context == "routed"
     scores, cache = layer.router.next_scores(h, heads, chunks, context, cache)
-    candidates = allocation.candidates(config.aamoe, scores, own, chunks, context)
+    load = None
+    if config.aamoe.budget.load_price:
+        load = (cache.load / jnp.maximum(context.positions, 1))[:, None]
+    candidates = allocation.candidates(config.aamoe, scores, own, chunks, context, load)
+    if load is not None:
+        cache = cache._replace(load=cache.load + candidates.wanted()[:, 0])
     signal, limit, slack = layer.budget_signal(h, context), layer.allocator.limit(candidates), config.aamoe.budget.slack
     budget, log_mean = next_budget(signal, limit, slack, context, cache.log_mean, cache.spent)
     before = jnp.concatenate([cache.before, h], axis=1)[:, 1:]
     cache = cache._replace(log_mean=log_mean, spent=cache.spent + budget.granted[:, 0], before=before)
     expert_key, expert_value = layer.expert_rows(config.num_heads)
+    allocated = layer.allocator(candidates, budget)
+    if config.aamoe.expert_gate:
+        allocated = layer.expert_gate(h, allocated, candidates.num_chunks, context.shards)
     output, lse = paged_attention(
         heads.rotated_query[:, 0],
         heads.query[:, 0],
@@ -79,7 +91,7 @@ def decode(
         split_heads(cache.value, config.head_dim),
         expert_key,
         expert_value,
-        slots_of(layer, layer.allocator(candidates, budget), context.positions),
+        slots_of(layer, allocated, context.positions),
         norm_expert_key=layer.qkv.norm_key,
     )
     attention = Softmax(output[:, None], lse[:, None])

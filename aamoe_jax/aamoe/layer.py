@@ -16,6 +16,7 @@ from aamoe_jax.aamoe.allocation import Allocation
 from aamoe_jax.aamoe.attend import attend, attention_map, beside_null
 from aamoe_jax.aamoe.budget import IMPORTANCE, BudgetPredictor, budget_of_rows
 from aamoe_jax.aamoe.costs import AAMoECosts
+from aamoe_jax.aamoe.gate import ExpertGate
 from aamoe_jax.aamoe.pooled import PooledRouter
 from aamoe_jax.aamoe.resources import LOCAL, available_chunks
 from aamoe_jax.aamoe.router import Heads, LearnedRouter
@@ -33,7 +34,7 @@ class AAMoELayer(AAMoECosts):
 
     Parameters: W^Q, W^K, W^V, W^O; W_c and expert embeddings e_l of a learned router; w_B; expert keys and values
     [E, m, d], which bypass W^K, W^V and the rotary embedding (decisions 08-10). One loss reaches them all (AA-22), and
-    nothing but attention mixes experts (AA-24).
+    nothing but attention mixes experts (AA-24), unless `expert_gate` asks for a gate.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -50,6 +51,8 @@ class AAMoELayer(AAMoECosts):
         keys, values = (jax.random.normal(rngs.params(), shape) for _ in range(2))
         if layer.num_experts:  # a checkpoint cannot hold an array without elements
             self.expert_keys, self.expert_values = nnx.Param(keys, axes=axes), nnx.Param(values, axes=axes)
+        if layer.expert_gate:
+            self.expert_gate = ExpertGate(config)
         if layer.budget.normalizer == "row":
             self.predictor = BudgetPredictor(d, rngs=rngs)
         null = nnx.Param(jnp.zeros(config.num_heads), axes=("heads",)) if layer.null_slot == "learned" else None
@@ -90,6 +93,8 @@ class AAMoELayer(AAMoECosts):
         signal, limit = self.budget_signal(h, context), self.allocator.limit(candidates)
         budget = budget_of_rows(signal, limit, layer.budget.slack, context)  # B_i = floor(B b_i)
         allocated = self.allocator(candidates, budget)  # eq 8, 10-15
+        if layer.expert_gate:
+            allocated = self.expert_gate(h, allocated, candidates.num_chunks, context.shards)
         found = attend(heads, allocated, context, self.config, self.qkv.max_score())  # eq 7, 16
         output = context.sum_over_heads(self.output(merge_heads(beside_null(found.attention, self.null_logit))))
         return output, Steps(heads, candidates, budget, allocated, found)

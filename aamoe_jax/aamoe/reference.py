@@ -44,6 +44,7 @@ def reference_layer(params: Params, config: ModelConfig, h: Float[np.ndarray, "L
         chunks = pooled(layer, keys[: len(h) // layer.chunk_size * layer.chunk_size])
         experts = pooled(layer, expert_keys.reshape(-1, *expert_keys.shape[2:]))
     output = np.zeros_like(query)
+    load = np.zeros(layer.num_experts)  # what the tokens so far wanted of every expert
     for i in range(len(h)):
         if layer.router == "pooled":
             completed = i // layer.chunk_size if layer.context == "routed" else 0
@@ -51,7 +52,12 @@ def reference_layer(params: Params, config: ModelConfig, h: Float[np.ndarray, "L
         else:
             score = learned_scores(params, config, h, i)
         neurons: list[tuple[Any, ...]] = []  # the query as it meets the key, the key, its value, its bias
-        for (kind, j), log_p in allocated(config, score, i, budget[i], int(granted[i])):
+        given = allocated(config, score, i, budget[i], int(granted[i]), load / max(i, 1))
+        if layer.num_experts:
+            load += softmax(np.array([score["expert", expert] for expert in range(layer.num_experts)]))
+        for (kind, j), log_p in given:
+            if kind == "expert" and layer.expert_gate:
+                log_p += params["expert_gate"]["kernel"][j] @ h[i] / config.d_model**0.5
             bias = np.full(heads, log_p if layer.bias == "log_prob" else 0.0)
             if kind == "expert":  # verbatim: neither projected nor rotated
                 rows = zip(expert_keys[j], expert_values[j], strict=True)
@@ -90,7 +96,7 @@ def reference_granted(config: ModelConfig, budget: Float[np.ndarray, "L"]) -> In
         wanted = int(np.floor(real + 1e-4))
         if layer.budget.expert_share is not None:
             wanted = min(wanted, layer.max_resources or wanted)
-        elif layer.budget.expert_price == 1 and layer.budget.distance_price == 0:  # or prices are what it pays for
+        elif not prices_differ(layer):  # or prices are what it pays for
             wanted = min(wanted, most_resources(config, i))
         if layer.budget.normalizer == "prefix":
             allowance = int(np.floor(config.betas[0] * (i + 1) + 1e-4)) + layer.budget.slack
@@ -108,7 +114,12 @@ def most_resources(config: ModelConfig, i: int) -> int:
 
 
 def allocated(
-    config: ModelConfig, score: dict[Resource, float], i: int, budget: float, granted: int
+    config: ModelConfig,
+    score: dict[Resource, float],
+    i: int,
+    budget: float,
+    granted: int,
+    load: Float[np.ndarray, "E"],
 ) -> list[tuple[Resource, float]]:
     """R_i, best first, and log P of each: eq 8, 10-15."""
     layer, order = config.aamoe, ranked(config, score, i)
@@ -119,7 +130,7 @@ def allocated(
     if share is None:
         cost, given = 0.0, []
         for name in order[: most_resources(config, i)]:
-            cost += price(config, name, i)
+            cost += price(config, name, i, load)
             if cost <= granted + 1e-4:
                 given.append((name, log_sigmoid(budget - cost) + score[name]))
         return given
@@ -134,11 +145,20 @@ def allocated(
     ]
 
 
-def price(config: ModelConfig, resource: Resource, i: int) -> float:
-    """What a resource costs token i (AA-39)."""
+def prices_differ(layer: AAMoEConfig) -> bool:
+    """Whether a resource may cost other than 1."""
+    return layer.budget.expert_price != 1 or layer.budget.distance_price > 0 or layer.budget.load_price > 0
+
+
+def price(config: ModelConfig, resource: Resource, i: int, load: Float[np.ndarray, "E"]) -> float:
+    """What a resource costs token i (AA-39).
+
+    Args:
+      load: the mean softmax over experts of the tokens before.
+    """
     (kind, j), budget = resource, config.aamoe.budget
     if kind == "expert":
-        return budget.expert_price
+        return budget.expert_price + budget.load_price * len(load) * load[j]
     back = i // config.aamoe.chunk_size - j
     return 1.0 + budget.distance_price * np.log2(back) if kind == "chunk" else 1.0
 
@@ -263,7 +283,7 @@ def dot(a: Float[np.ndarray, "*n H k"], b: Float[np.ndarray, "*n H k"]) -> Float
     return np.einsum("...hk,...hk->...h", a, b)
 
 
-def softmax(x: Float[np.ndarray, "n H"]) -> Float[np.ndarray, "n H"]:
+def softmax(x: Float[np.ndarray, "n *H"]) -> Float[np.ndarray, "n *H"]:
     """Over n, head by head."""
     weights = np.exp(x - x.max(0))
     return weights / weights.sum(0)

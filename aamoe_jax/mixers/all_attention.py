@@ -5,15 +5,26 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, QueryKeyValue, apply_rotary, merge_heads, residual_gain, split_heads
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
-from aamoe_jax.mixers.costs import FLOAT, Costs, Setting, key_value_cache, projections, rotated, saved_norm
+from aamoe_jax.mixers.costs import (
+    FLOAT,
+    Costs,
+    Loop,
+    Setting,
+    blocks,
+    key_value_cache,
+    projections,
+    rotated,
+    saved_norm,
+)
+from aamoe_jax.mixers.flash import Attended, Place, block_size, flash_attention, loop, merged, token_blocks
 from aamoe_jax.mixers.parts import Part
-from aamoe_jax.mixers.weighted_sum import WeightedSum
+from aamoe_jax.mixers.weighted_sum import WeightedSum, head_scores
 from aamoe_jax.registry import register
 from aamoe_jax.shards import RESOURCE
 
@@ -21,35 +32,47 @@ Heads = Float[Array, "b _ H k"]
 Groups = Float[Array, "b _ G k"]
 
 
-def joint_weights(
-    query: Float[Array, "b L H k"],
-    key: Float[Array, "b S H k"],
-    query_memory: Float[Array, "b L H k"],
-    memory_key: Float[Array, "n H k"],
-    mask: Bool[Array, "b L S"],
-) -> Float[Array, "b H L S+n"]:
-    """softmax([q K^T, q_m M_k^T] / sqrt(k)): one softmax over context and memory, in float32."""
-    scale = query.shape[-1] ** -0.5
-    context_scores = jnp.einsum("bihk,bjhk->bhij", query, key, preferred_element_type=jnp.float32)
-    context_scores = jnp.where(mask[:, None], context_scores, -jnp.inf)
-    memory_scores = jnp.einsum("bihk,nhk->bhin", query_memory, memory_key, preferred_element_type=jnp.float32)
-    return jax.nn.softmax(scale * jnp.concatenate([context_scores, memory_scores], -1), axis=-1)
-
-
 def joint_attention(
+    rotated_query: Float[Array, "b L H k"],
+    key: Float[Array, "b S G k"],
+    value: Float[Array, "b S G k"],
     query: Float[Array, "b L H k"],
-    key: Float[Array, "b S H k"],
-    value: Float[Array, "b S H k"],
-    query_memory: Float[Array, "b L H k"],
     memory_key: Float[Array, "n H k"],
     memory_value: Float[Array, "n H k"],
-    mask: Bool[Array, "b L S"],
+    segment_ids: Int[Array, "b S"],
+    first: Place = 0,
 ) -> Float[Array, "b L H k"]:
-    """`joint_weights` of [V; M_v]."""
-    weights = joint_weights(query, key, query_memory, memory_key, mask).astype(value.dtype)
-    length = key.shape[1]
-    from_context = jnp.einsum("bhij,bjhk->bihk", weights[..., :length], value)
-    return from_context + jnp.einsum("bhin,nhk->bihk", weights[..., length:], memory_value)
+    """softmax([q K^T, q_m M_k^T] / sqrt(k)) [V; M_v]: one softmax over context and memory.
+
+    Args:
+      first: the place in the row of the first query.
+    """
+    tokens = flash_attention(rotated_query, key, value, segment_ids, first=first)
+    return merged([tokens, memory_attention(query, memory_key, memory_value)])
+
+
+def memory_attention(
+    query: Float[Array, "b L H k"], key: Float[Array, "n H k"], value: Float[Array, "n H k"]
+) -> Attended:
+    """softmax(q M_k^T / sqrt(k)) M_v. The scores of one block of tokens are all that is ever held: the backward pass
+    computes them again."""
+
+    @jax.checkpoint
+    def of_block(query: Float[Array, "b t H k"]) -> tuple[Float[Array, "b t H k"], Float[Array, "b t H"]]:
+        scores = memory_scores(query, key)
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        weights = jnp.exp(scores - lse[..., None]).astype(value.dtype)
+        return jnp.einsum("bhin,nhk->bihk", weights, value), lse.swapaxes(1, 2)
+
+    rows, length = query.shape[:2]
+    found = jax.lax.map(of_block, token_blocks(query, block_size(length)))
+    output, lse = (x.swapaxes(0, 1).reshape(rows, -1, *x.shape[3:])[:, :length] for x in found)
+    return Attended(output, lse)
+
+
+def memory_scores(query: Float[Array, "b t H k"], key: Float[Array, "n H k"]) -> Float[Array, "b H t n"]:
+    """q M_k^T / sqrt(k) in float32."""
+    return query.shape[-1] ** -0.5 * jnp.einsum("bihk,nhk->bhin", query, key, preferred_element_type=jnp.float32)
 
 
 @register(
@@ -87,19 +110,26 @@ class AllAttention(Part):
     def costs(at: Setting) -> Costs:
         """Attention over tokens and memory under one softmax; n persistent vectors cost 4 d n."""
         config, d, n, s = at.config, at.width, at.config.ff_width, at.size
-        # Of tokens mask, scores and weights; of both float32 weights; of the memory weights again.
-        maps = config.num_heads * (at.length * (1 + FLOAT + s) + (at.length + n) * FLOAT + n * s)
-        model = 2 * d * (at.length + 1) + 4 * d * n
-        both = at.per_token(4 * d * (at.length + n), maps + s * (at.kv_width + d), model_flops=model)
-        memory = Costs(activation_bytes=n * (saved_norm(config, d) + 2 * s * d))
-        return projections(at) + rotated(at) + both + memory + key_value_cache(at)
+        of_tokens, of_memory = AllAttention.loops(at)
+        tokens = blocks(at, [of_tokens], decoded=at.length, visible=(at.length + 1) / 2)
+        # Queries as they meet the memory, what was read there, and its log-sum-exp.
+        saved = at.tokens * (2 * s * d + FLOAT * config.num_heads) + n * (saved_norm(config, d) + 2 * s * d)
+        flops = 4 * d * at.rows
+        memory = Costs(flops * of_memory.scores, flops * n, saved, 0, 4 * d * n)
+        return projections(at) + rotated(at) + tokens + memory + key_value_cache(at)
+
+    @staticmethod
+    def loops(at: Setting) -> tuple[Loop, ...]:
+        turn = block_size(at.length)
+        return loop(at.length, at.length), Loop(
+            -(-at.length // turn) * turn * at.config.ff_width, turn * at.config.ff_width
+        )
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
-        shards = context.shards
         query, rotated, key, value = self._rotated(h, context)
-        key, value = (jnp.repeat(shards.gather(x, RESOURCE), self.qkv.group, axis=-2) for x in (key, value))
-        mask = shards.part(causal_mask(context.segment_ids), RESOURCE)
-        heads = joint_attention(rotated, key, value, query, *self._memory(h.dtype), mask)
+        key, value = (context.shards.gather(x, RESOURCE) for x in (key, value))
+        memory = self._memory(h.dtype)
+        heads = joint_attention(rotated, key, value, query, *memory, context.segment_ids, context.attending_from)
         return self.output(merge_heads(heads)), {}
 
     def attention_map(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b H L S"]:
@@ -107,8 +137,9 @@ class AllAttention(Part):
         query, rotated, key, _ = self._rotated(h, context)
         key = jnp.repeat(context.shards.gather(key, RESOURCE), self.qkv.group, axis=-2)
         mask = context.shards.part(causal_mask(context.segment_ids), RESOURCE)
-        weights = joint_weights(rotated, key, query, self._memory(h.dtype)[0], mask)
-        return weights[..., : key.shape[1]]
+        tokens = jnp.where(mask[:, None], head_scores(rotated, key), -jnp.inf)
+        scores = jnp.concatenate([tokens, memory_scores(query, self._memory(h.dtype)[0])], axis=-1)
+        return jax.nn.softmax(scores, axis=-1)[..., : key.shape[1]]
 
     def empty_cache(self, rows: int, length: int) -> KeyValueCache:
         # The memory takes no space in the cache.
@@ -126,8 +157,7 @@ class AllAttention(Part):
         query, rotated, key, value = self._rotated(h, context)
         cache = cache.write(context.positions, key, value)
         memory_keys, memory_values = self._memory(h.dtype)
-        memory = jnp.einsum("bhk,nhk->bhn", query[:, 0], memory_keys, preferred_element_type=jnp.float32)
-        memory = query.shape[-1] ** -0.5 * memory
+        memory = memory_scores(query, memory_keys)[:, :, 0]
         scores = jnp.concatenate([cache.scores(rotated, context.positions), memory], axis=-1)
         weights = jax.nn.softmax(scores, axis=-1)
         capacity = cache.key.shape[1]

@@ -36,6 +36,9 @@ def layer_of(config: ModelConfig, *, seed: int = 0, importance: float = 1.0) -> 
     for index, convolution in enumerate(convolutions):  # which start at 0
         kernel = convolution.kernel
         kernel[...] = 0.5 * jax.random.normal(jax.random.key(seed + 200 + index), kernel.shape)
+    if config.aamoe.expert_gate:  # which starts at 0 too
+        gate = layer.expert_gate.kernel
+        gate[...] = jax.random.normal(jax.random.key(seed + 300), gate.shape)
     layer.importance[...] = importance * jax.random.normal(jax.random.key(seed + 100), layer.importance.shape)
     return layer
 

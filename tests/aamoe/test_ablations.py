@@ -1,4 +1,5 @@
-"""What the layer is compared with from within: other signals, prices, budgets of their own (AA-23, AA-32, AA-39)."""
+"""What the layer is compared with from within: other signals, a gate, prices, budgets of their own (AA-23, AA-24,
+AA-32, AA-39)."""
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from flax import nnx
 
 from aamoe_jax.aamoe.allocation import Candidates, OneBudget, Price, Prices, Ranking, afford, pay
 from aamoe_jax.aamoe.budget import UNBOUNDED, Budget
+from aamoe_jax.aamoe.layer import AAMoELayer
 from aamoe_jax.config import BudgetConfig, ConfigError
 from tests.aamoe.helpers import E, M, apply, context_of, inputs, layer_of, model_config
 
@@ -59,6 +61,30 @@ class TestAA23:
         total = jnp.where(used, jnp.exp(allocation.log_prob), 0.0).sum(-1)[0]
         np.testing.assert_allclose(total[:M], 1, atol=1e-5)  # experts alone
         np.testing.assert_allclose(total[M:], 2, atol=1e-5)  # and chunks
+
+
+class TestAA24:
+    def test_a_gate_weighs_experts_and_chooses_none(self):
+        plain, gated = model_config(importance="uniform"), model_config(importance="uniform", expert_gate=True)
+        (before, _), (after, _) = allocated(plain), allocated(gated)
+        np.testing.assert_array_equal(before.resource, after.resource)
+        np.testing.assert_array_equal(before.count, after.count)
+        used = jnp.arange(before.resource.shape[-1]) < before.count[..., None]
+        changed = np.asarray(before.log_prob != after.log_prob)
+        np.testing.assert_array_equal(changed, np.asarray(used & (before.resource >= LENGTH // M)))
+
+    def test_it_starts_where_the_layer_without_is(self):
+        h, found = inputs(1, LENGTH), []
+        for gate in (False, True):
+            config = model_config(expert_gate=gate)
+            layer = AAMoELayer(config, rngs=nnx.Rngs(0))
+            found.append(apply(layer, h, context_of(config, 1, LENGTH))[0])
+        np.testing.assert_array_equal(*found)
+
+    @pytest.mark.parametrize("changes", [{"bias": "none"}, {"num_experts": 0}])
+    def test_it_needs_a_bias_of_experts(self, changes):
+        with pytest.raises(ConfigError, match=r"AAMoEConfig.expert_gate = True: is added to the bias of experts"):
+            model_config(expert_gate=True, **changes)
 
 
 class TestAA32:
@@ -156,7 +182,37 @@ class TestAA39:
             assert rest < 1 + 0.5 * np.log2(max(i // M, 1)) or len(given) == 1 + i // M
         assert int(allocation.count[0, -1]) < 4
 
+    def test_load_is_what_the_tokens_before_wanted(self):
+        """Of the token's own document, without the token itself: packed documents pay what they would alone."""
+        config = model_config(load_price=0.5)
+        layer, segments = layer_of(config), jnp.array([[1] * 2 * M + [2] * 4 * M])
+        h = inputs(1, LENGTH)
+        load = layer.forward(h, context_of(config, 1, LENGTH, segment_ids=segments))[1].candidates.load
+        scores = layer.router.project(h, context_of(config, 1, LENGTH).rotary(config).tokens)[1]
+        wanted = np.asarray(jax.nn.softmax(scores, axis=-1))[0]
+        for start, end in ((0, 2 * M), (2 * M, LENGTH)):
+            assert not np.asarray(load[0, start]).any()
+            for i in range(start + 1, end):
+                np.testing.assert_allclose(load[0, i], wanted[start:i].mean(0), atol=1e-6)
+
+    def test_an_expert_costs_more_the_more_it_was_wanted(self):
+        load = jnp.array([[[0.5, 0.25, 0.25, 0.0]]])
+        choice = Candidates(
+            jnp.zeros((1, 1, 6)), jnp.ones((1, 1, 6), bool), None, jnp.zeros((1, 1), jnp.int32),
+            jnp.full((1, 1), 6), 2, 6, UNBOUNDED, False, load,
+        )  # fmt: skip
+        prices = Price(expert=1.5, load=2.0)(jnp.array([[[0, 2, 3, 5]]]), choice)
+        np.testing.assert_allclose(prices[0, 0], [1.0, 1.5 + 2 * 4 * 0.5, 1.5 + 2 * 4 * 0.25, 1.5])
+
+    def test_a_price_by_load_buys_fewer_experts(self):
+        free, dear = (allocated(model_config(load_price=price, beta=5.0))[1] for price in (0.0, 1.0))
+        assert float(dear["pairs_expert"]) < 0.9 * float(free["pairs_expert"])
+
     def test_refusals_name_the_field(self):
+        with pytest.raises(ConfigError, match=r"BudgetConfig.load_price = -1.0: must be a number of at least 0"):
+            BudgetConfig(load_price=-1.0)
+        with pytest.raises(ConfigError, match=r"BudgetConfig.load_price = 1.0: there are no experts"):
+            model_config(load_price=1.0, num_experts=0)
         with pytest.raises(ConfigError, match=r"BudgetConfig.expert_price = 0.5: must be a number of at least 1"):
             BudgetConfig(expert_price=0.5)
         with pytest.raises(ConfigError, match=r"BudgetConfig.distance_price = -1.0: must be a number of at least 0"):

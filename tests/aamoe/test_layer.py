@@ -13,7 +13,7 @@ from aamoe_jax.aamoe.reference import allocated, learned_scores, reference_budge
 from aamoe_jax.layers import apply_rotary, merge_heads
 from aamoe_jax.mixers.all_attention import joint_attention
 from aamoe_jax.mixers.attention import CausalAttention
-from aamoe_jax.mixers.base import Context, causal_mask
+from aamoe_jax.mixers.base import Context
 from tests.aamoe.helpers import (
     HEADS,
     D,
@@ -71,6 +71,16 @@ OPTIONS: dict[str, dict] = {
     "prices": {"expert_price": 1.5, "beta": 5.0},
     "prices by distance": {"distance_price": 0.7, "local": "chunk", "importance": "bounded"},
     "prices, K_max": {"expert_price": 2.0, "beta": 6.0, "max_resources": 3, "null_slot": "learned"},
+    "prices by load": {"load_price": 0.6, "beta": 6.0, "importance": "bounded"},
+    "prices by load, pooled": {
+        "load_price": 1.5,
+        "distance_price": 0.2,
+        "beta": 7.0,
+        "router": "pooled",
+        "local": "none",
+    },
+    "gate": {"expert_gate": True},
+    "gate, shares": {"expert_gate": True, "expert_share": 0.5, "router": "pooled", "null_slot": "learned"},
     "shares": {"expert_share": 0.3, "beta": 5.0, "local": "routed"},
     "shares, K_max": {"expert_share": 0.45, "beta": 7.0, "max_resources": 6, "router": "pooled"},
     "K_max": {"max_resources": 3, "slack": 2, "importance": "bounded"},
@@ -180,7 +190,7 @@ def test_unbounded_budget_without_bias_is_all_attention(local):
         query,
         layer.qkv.norm_key(memory[0]),
         memory[1],
-        causal_mask(context.segment_ids),
+        context.segment_ids,
     )
     np.testing.assert_allclose(apply(layer, h, context)[0], layer.output(merge_heads(dense)), atol=1e-5)
 
@@ -388,7 +398,7 @@ def test_probabilities_are_normalised(local):
     for i, granted in enumerate(reference_granted(config, budget)):
         score = learned_scores(params, config, x, i)
         whole = sum(np.exp(r) for (kind, _), r in score.items() if local == "window" or kind != "local")
-        wanted = [np.exp(p) / whole for _, p in allocated(config, score, i, budget[i], int(granted))]
+        wanted = [np.exp(p) / whole for _, p in allocated(config, score, i, budget[i], int(granted), np.zeros(E))]
         np.testing.assert_allclose(about["probability"][0, i, : len(wanted)], wanted, rtol=1e-4)
 
 

@@ -47,6 +47,8 @@ def test_every_mixer_decodes_as_it_was_trained(layer):
         {"normalizer": "row"},
         {"expert_share": 0.4, "signal": "separate", "slack": 2},
         {"expert_price": 2.5, "importance": "uniform"},
+        {"load_price": 0.8, "beta": 6.0, "expert_gate": True},
+        {"load_price": 0.8, "beta": 6.0, "router": "pooled", "local": "none"},
         {"pattern": ("aamoe", "parallel"), "embedding": "tied", "num_layers": 4},
         {"num_layers": 2, "beta": (1.0, 4.0)},
     ],

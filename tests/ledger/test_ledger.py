@@ -59,6 +59,7 @@ def test_dec_13_14_the_compiler_agrees(name):
         ("moe", {"own": (MoEConfig(router="attention", router_input="causal_conv"),)}),
         ("aamoe", {"aamoe": dataclasses.replace(CONFIG.aamoe, router="pooled")}),
         ("aamoe", {"aamoe": dataclasses.replace(CONFIG.aamoe, key_convolution=True)}),
+        ("aamoe", {"aamoe": dataclasses.replace(CONFIG.aamoe, expert_gate=True, budget=BudgetConfig(load_price=0.5))}),
         ("aamoe", {"aamoe": dataclasses.replace(CONFIG.aamoe, key_convolution=True, query_convolution=True)}),
         (
             "aamoe",

@@ -46,8 +46,9 @@ AAMOE = AAMoEConfig(
     pooled_keys=3,
     key_convolution=True,
     null_slot="learned",
+    expert_gate=True,
     max_resources=5,
-    budget=BudgetConfig(beta=3.5, slack=2, expert_price=1.5),
+    budget=BudgetConfig(beta=3.5, slack=2, expert_price=1.2, load_price=0.3),
 )
 """Documents of the rows start where its chunks do; its cap, K_max and prices take something."""
 OWN = (*SELECTIONS, FilteredAttentionConfig(threshold=0.88), MOE, DEPTH)

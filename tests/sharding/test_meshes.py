@@ -130,6 +130,8 @@ class TestEveryKindOfLayer:
             "AAMoEConfig.max_resources = 3",
             "BudgetConfig.distance_price = 0.3",
             "BudgetConfig.expert_price = 1.5",
+            "BudgetConfig.load_price = 0.5",
+            "AAMoEConfig.expert_gate = True",
             "ModelConfig.embedding = 'tied'",
         )
         assert_same(on_meshes(tmp_path, self.MESHES, *stack("beside dense mixers"), *bindings))
