@@ -449,6 +449,9 @@ class TrainingConfig:
     checkpoint_every: int = 200
     keep_last: int = 2
     """Newest checkpoints kept, beside the one with the best validation loss."""
+    init_from: str | None = None
+    """A run folder or a checkpoint whose parameters the run begins with (a warm start), in place of random ones; of the
+    same model and tokenizer. Everything else begins anew: optimizer, learning rate, data."""
     local_dir: str | None = None
     """A folder of each machine, on its disk or in its memory (/dev/shm), for checkpoints between those of the run
     folder; `{process}` in it stands for the number of the process. None: there are none."""

@@ -3,11 +3,13 @@
     python -m benchmarks.mixers --output=experiments/results/mixers.json
     python -m benchmarks.mixers --lengths=64,128 --rounds=2 --mixers=aamoe,moe
     python -m benchmarks.mixers --mixers=clustered_attention --gin_param='ClusteredAttentionConfig.clusters_kept = 2'
+    python -m benchmarks.mixers --chip=v5e --lengths=32768 --width=2048 --heads=16 --dtype=bfloat16
 
 At each length all mixers take turns, with a big matrix product as the machine's limit. What the compiler lays out in
 more than half of the machine's memory is not run, and the table says so. Beside time and memory stands what the ledger
-says of FLOPs and of the cache. Prints the tables; --output writes the record as JSON, and the tables beside it as
-markdown.
+says of FLOPs and of the cache. With --chip they are compiled for a TPU that is not there, by its own compiler (extra
+`aot`), each in a process of its own; then nothing is run. Prints the tables; --output writes the record as JSON, and
+the tables beside it as markdown.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from benchmarks import measure
 from benchmarks.report import table
 from experiments.binding import load_experiment
 from experiments.program import command_line, publish, start
+from pallas_kernels import aot
+from pallas_kernels.chips import TPUS
 
 FLAGS = flags.FLAGS
 STANDARD: str = "attention"
@@ -69,6 +73,7 @@ def define_flags() -> None:
     flags.DEFINE_enum("against", STANDARD, sorted(MIXERS), "The mixer that ratios are to.")
     flags.DEFINE_multi_string("gin_param", [], "A field of a mixer's own config, as in gin; repeatable.")
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of activations and products.")
+    flags.DEFINE_enum("chip", None, sorted(TPUS), "The TPU to compile for; none: this machine, which runs them.")
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
     measure.define_model_flags()
     flags.adopt_module_key_flags(measure)
@@ -112,6 +117,43 @@ def prepared(trial: Trial, compiled: Compiled, length: int) -> Callable[[], Any]
     return functools.partial(compiled, params, inputs, row, inputs.h[:, ::-1])
 
 
+def flagged_config() -> ModelConfig:
+    """One layer as the flags describe it."""
+    return measure.model_config(num_layers=1, dtype=FLAGS.dtype, own=own_configs(FLAGS.gin_param))
+
+
+def chip_case(name: str, length: int, arguments: list[str]) -> tuple[Callable[..., Any], Any]:
+    """The step of one mixer and the shapes that it takes, for `compile_apart`.
+
+    Args:
+      arguments: the command line of this program.
+    """
+    define_flags()
+    FLAGS(["benchmarks.mixers", *arguments], known_only=True)
+    trial = Trial(name, flagged_config())
+    params, inputs, row = trial.shapes(1, length)
+    return both_passes(trial), (params, inputs, row, inputs.h)
+
+
+def compile_length(config: ModelConfig, names: list[str], length: int, chip: str) -> dict[str, Any]:
+    """Memory, by the compiler of a chip, and FLOPs of every mixer at one length. What does not fit has no memory."""
+    figures: dict[str, Any] = {}
+    for name in names:
+        cost = costs(name, Setting(config, 1, length))
+        figures[name] = {"flops": 3 * cost.prefill_flops, "cache_bytes": cost.cache_bytes, "milliseconds": None}
+        options = {"name": name, "length": length, "arguments": sys.argv[1:]}
+        try:
+            found = aot.compile_apart(chip, "benchmarks.mixers:chip_case", options)
+            size = found.argument_bytes + found.output_bytes + found.temporary_bytes - found.alias_bytes
+        except aot.CompileError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            size = None
+        figures[name]["compiled_bytes"] = size
+        print(f"L = {length}, {name}: {'too big' if size is None else 'compiled'}", file=sys.stderr, flush=True)
+    return {"length": length, "product_gflops_per_second": None, "mixers": figures}
+
+
 def measure_length(config: ModelConfig, names: list[str], length: int, rounds: int, room: float) -> dict[str, Any]:
     """Time, memory and FLOPs of every mixer at one length.
 
@@ -140,18 +182,22 @@ def measure_length(config: ModelConfig, names: list[str], length: int, rounds: i
 def report(record: Mapping[str, Any]) -> str:
     """The whole record as markdown."""
     machine, setting, against = record["machine"], record["setting"], record.get("against", STANDARD)
+    chip, where = record.get("chip"), f"{machine['device']}, {machine['cores']} cores"
+    left_out = f"A mixer that takes more than {record['room_bytes'] / 2**30:.1f} GiB was not run."
     timing = "Compiled, and not run."
-    if record["rounds"]:
+    if chip:
+        where, left_out = f"One {chip}, compiled for and not there", "A dash stands for what does not fit into its HBM."
+    elif record["rounds"]:
         timing = f"Median of {record['rounds']} rounds; in each round every mixer runs once, one after the other."
     sections = [
         f"# Mixers against {against.replace('_', '-')}, forward and backward",
         f"    {record['command']}",
-        f"{machine['device']}, {machine['cores']} cores, JAX {machine['versions']['jax']}; {setting}. {timing}",
+        f"{where}, JAX {machine['versions']['jax']}; {setting}. {timing}",
         f"Ratios are to {NAMES.get(against, against)} in the same run. "
         "FLOPs are the ledger's in closed form, all budgets spent, the backward pass as twice the forward; "
         "memory is what the compiler has laid out, the cache that of as many tokens. Mixers are as they are "
         "initialised: budgets of AA-MoE are alike, half of the experts of `relu_moe` are on, more than it aims "
-        f"at. A mixer that takes more than {record['room_bytes'] / 2**30:.1f} GiB was not run.",
+        f"at. {left_out}",
     ]
     for row in record["rows"]:
         sections += [f"## L = {row['length']}", length_table(row, against)]
@@ -169,7 +215,8 @@ def length_table(row: Mapping[str, Any], against: str = STANDARD) -> str:
     for name, entry in row["mixers"].items():
         time = f"{entry['milliseconds']:.1f}" if entry["milliseconds"] else "not run"
         ratios = [relative(entry, key) for key in ("milliseconds", "flops", "compiled_bytes")]
-        line = [name, time, *ratios[:2], f"{entry['compiled_bytes'] / 2**20:.0f}", ratios[2]]
+        size = "-" if entry["compiled_bytes"] is None else f"{entry['compiled_bytes'] / 2**20:.0f}"
+        line = [name, time, *ratios[:2], size, ratios[2]]
         if cached := standard.get("cache_bytes"):  # older records have none, and neither has a feed-forward
             line.append(f"{entry['cache_bytes'] / cached:.2f}")
         lines.append(line)
@@ -178,17 +225,21 @@ def length_table(row: Mapping[str, Any], against: str = STANDARD) -> str:
 
 
 def main() -> None:
-    config = measure.model_config(num_layers=1, dtype=FLAGS.dtype, own=own_configs(FLAGS.gin_param))
+    config = flagged_config()
     names = chosen(FLAGS.mixers, FLAGS.against)
     room, rows = measure.available_bytes() / 2, []
     for length in map(int, FLAGS.lengths):
-        rows.append(measure_length(config, names, length, FLAGS.rounds, room))
+        if FLAGS.chip:
+            rows.append(compile_length(config, names, length, FLAGS.chip))
+        else:
+            rows.append(measure_length(config, names, length, FLAGS.rounds, room))
         print(f"L = {length}: done", file=sys.stderr, flush=True)
     record = {
         "command": command_line("benchmarks.mixers"),
         "machine": measure.machine(),
         "setting": f"{measure.sizes(config)}, one row, {config.dtype}",
         "against": FLAGS.against,
+        "chip": FLAGS.chip,
         "rounds": FLAGS.rounds,
         "room_bytes": room,
         "rows": rows,

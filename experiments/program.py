@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
+import platform
 import re
 import shlex
 import sys
@@ -11,12 +14,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import app, flags, logging
 
 from aamoe_jax.config import ConfigError, first_line
 
 LONGEST = 600
 """Characters of an error that are shown."""
+COMPILED_BYTES = 2 * 2**30
+"""Compiled programs that are kept; of more than that, those that were used last."""
 
 
 def start(define_flags: Callable[[], None], main: Callable[[], int | None]) -> None:
@@ -59,6 +65,32 @@ def run(main: Callable[[list[str]], Any]) -> None:
             return 1
 
     app.run(guarded, flags_parser=_parse_flags)
+
+
+def keep_compiled_programs() -> None:
+    """Turns JAX's compilation cache on, unless the environment says where it is (JAX_COMPILATION_CACHE_DIR, which may
+    be empty) or that there is none (JAX_ENABLE_COMPILATION_CACHE=false)."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder = compiled_programs()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # then they are compiled anew every time
+        return
+    if os.access(folder, os.W_OK):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", COMPILED_BYTES)
+
+
+def compiled_programs() -> Path:
+    """The folder for compiled programs, one for every kind of CPU: they use its instructions, and a home folder may be
+    shared by machines."""
+    cpu = platform.processor()
+    with contextlib.suppress(OSError):  # Linux has more to say
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu += "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "aamoe_jax" / "compiled" / hashlib.sha256(cpu.encode()).hexdigest()[:12]
 
 
 def _parse_flags(argv: list[str]) -> list[str]:

@@ -168,17 +168,34 @@ STUDIES: Mapping[str, Study] = {
         ],
     ),
     "signal": Study(
-        "One signal for context and experts (AA-23)",
+        "One signal for context and experts, and no gate (AA-23, AA-24)",
         {
             "one signal": stack("aamoe"),
             "none for context": stack("aamoe", "AAMoEConfig.signal = 'context_stopped'"),
             "none for experts": stack("aamoe", "AAMoEConfig.signal = 'experts_stopped'"),
             "one for each": stack("aamoe", "AAMoEConfig.signal = 'separate'"),
+            # The gate's parameters, one vector an expert, come on top.
+            "a gate of experts": stack("aamoe", "AAMoEConfig.expert_gate = True")._replace(matched=False),
         },
         [
             Claim("the router of context learns from the loss", "one signal", "none for context"),
             Claim("the router of experts learns from the loss", "one signal", "none for experts"),
             Claim("one softmax over both is better than two", "one signal", "one for each"),
+            Claim("a gate of experts helps attention to mix them", "a gate of experts", "one signal"),
+        ],
+    ),
+    "prices": Study(
+        "Prices of resources (AA-39)",
+        {
+            "all cost 1": stack("aamoe"),
+            "experts cost 2": stack("aamoe", "BudgetConfig.expert_price = 2.0"),
+            "far chunks cost more": stack("aamoe", "BudgetConfig.distance_price = 0.5"),
+            "wanted experts cost more": stack("aamoe", "BudgetConfig.load_price = 0.5"),
+        },
+        [
+            Claim("experts should cost more than chunks", "experts cost 2", "all cost 1"),
+            Claim("far chunks should cost more than near ones", "far chunks cost more", "all cost 1"),
+            Claim("experts that are wanted should cost more", "wanted experts cost more", "all cost 1"),
         ],
     ),
     "selection": Study(

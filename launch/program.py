@@ -79,7 +79,8 @@ def write(output: str | Path, text: str) -> None:
 
 
 def run(main: Callable[[list[str]], Any]) -> None:
-    """`experiments.program.run(main)`, after the imports of --import."""
+    """`experiments.program.run(main)`, after the imports of --import. Compiled programs are kept."""
+    shared.keep_compiled_programs()
 
     def importing(argv: list[str]) -> Any:
         for name in flags.FLAGS["import"].value or () if "import" in flags.FLAGS else ():

@@ -122,6 +122,21 @@ def load_checkpoint(
     return Checkpoint(config, params, meta["step"], meta)
 
 
+def load_params(path: str | Path, like: dict[str, Any]) -> tuple[dict[str, Any], Meta]:
+    """The parameters of the newest checkpoint in `path`, read straight into the shardings of `like`, and its metadata.
+
+    Raises:
+      CheckpointError: there is none, or its arrays have other names or shapes.
+      CorruptCheckpointError: it is damaged.
+      UnreadableCheckpointError: storage or memory failed.
+    """
+    directory = find_checkpoint(Path(path))
+    meta = read_meta(directory)
+    params = _restore(directory, "params", like)
+    _check_fingerprints(directory, {"params": params}, meta)
+    return params, meta
+
+
 def find_checkpoint(path: Path, which: Which = "latest") -> Path:
     """The folder of one checkpoint, given that of a run, of its checkpoints, or of itself."""
     local_path("checkpoint", path)
@@ -497,8 +512,8 @@ def _require_same(directory: Path, item: str, saved: Any, like: Any) -> None:
         name = differing[0]
         raise CheckpointError(
             f"checkpoint {directory} does not fit the model: {len(differing)} of its arrays ({item}) differ, such as "
-            f"{name}: {has.get(name, 'absent')} in the checkpoint, {wants.get(name, 'absent')} in the model. It was "
-            "written by other code; use that version of it, or another run folder"
+            f"{name}: {has.get(name, 'absent')} in the checkpoint, {wants.get(name, 'absent')} in the model. It is of "
+            "another model, or was written by other code; use that version of it, or another folder"
         )
 
 

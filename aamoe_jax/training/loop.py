@@ -33,7 +33,7 @@ from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.owner import Owner
 from aamoe_jax.training.profile import Profiler, ProfileWindow
 from aamoe_jax.training.progress import Progress
-from aamoe_jax.training.resume import refuse_lost_history, restore_newest
+from aamoe_jax.training.resume import refuse_lost_history, restore_newest, warm_started
 from aamoe_jax.training.state import Placement, TrainState, abstract_state, initial_state, place
 from aamoe_jax.training.step import Metrics, TrainStep, make_train_step
 from aamoe_jax.training.watchdog import Watchdog
@@ -207,7 +207,7 @@ def first_state(
         return restored
     if not allow_restart:
         unanimous(lambda: refuse_lost_history(store.folder.parent, store, config.training.checkpoint_every))
-    return setup.begin(), {}
+    return warm_started(setup.begin(), setup.like, config, setup.datasets), {}
 
 
 def run_steps(run: Run, state: TrainState, start: int) -> Result:
@@ -396,6 +396,8 @@ def _opening(config: ExperimentConfig, like: TrainState, start: int) -> str:
     devices = jax.devices()
     hosts = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     begins = f"resuming at step {start}" if start else "starting"
+    if config.training.init_from and not start:
+        begins += f" with the parameters of {config.training.init_from}"
     kernel, platform = config.model.kernel or "", devices[0].platform
     foreign = kernel.startswith("pallas_tpu") and platform != "tpu"  # those for GPUs refuse other devices
     warning = (

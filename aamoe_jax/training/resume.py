@@ -17,6 +17,8 @@ from aamoe_jax.training.checkpoints import (
     Meta,
     UnreadableCheckpointError,
     library_versions,
+    load_params,
+    unanimous,
 )
 from aamoe_jax.training.local_tier import LocalTier
 from aamoe_jax.training.metrics import read_metrics
@@ -87,6 +89,33 @@ def restore_newest(
             f"another run folder. The newest: {damaged[0][1]}"
         )
     return None
+
+
+def warm_started(state: TrainState, like: TrainState, config: ExperimentConfig, datasets: dict[str, Any]) -> TrainState:
+    """The state before the first step, with the parameters of the checkpoint that TrainingConfig.init_from names.
+
+    Raises:
+      ConfigError: it has other arrays, or was trained with another tokenizer.
+      CheckpointError: there is none, or it is damaged.
+    """
+    path = config.training.init_from
+    if path is None:
+        return state
+
+    def load() -> tuple[dict[str, Any], Meta]:
+        try:
+            return load_params(path, like.params)
+        except CheckpointError as error:
+            raise type(error)(f"TrainingConfig.init_from = {path!r}: {error}") from error
+
+    params, meta = unanimous(load)
+    was, now = ({held.get("tokenizer_digest") for held in found.values()} for found in (meta["datasets"], datasets))
+    if was != now:
+        raise ConfigError(
+            f"TrainingConfig.init_from = {path!r}: it was trained with another tokenizer, whose ids mean other text; "
+            "prepare the data with its tokenizer (DataConfig.tokenizer), or begin without it"
+        )
+    return state._replace(params=params)
 
 
 def refuse_lost_history(run_dir: Path, store: CheckpointStore, checkpoint_every: int) -> None:

@@ -416,9 +416,12 @@ def test_parameters_start_as_they_should():
 
 def test_there_is_no_gate_beside_the_attention():
     """AA-24: the softmax of the attention is all that mixes resources."""
-    names = {str(path[-2].key) for path, _ in jax.tree_util.tree_leaves_with_path(nnx.state(layer_of(model_config())))}
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(layer_of(model_config())))
+    names = {".".join(str(part.key) for part in path[:-1]) for path, _ in leaves}
     assert names == {
-        "kernel", "scale", "context_kernel", "expert_embeddings", "expert_keys", "expert_values", "importance",
+        *(f"qkv.{name}.kernel" for name in ("query", "key", "value")), "qkv.query_norm.scale", "qkv.key_norm.scale",
+        "output.kernel", "router.context_kernel", "router.expert_embeddings", "expert_keys", "expert_values",
+        "importance",
     }  # fmt: skip
 
 

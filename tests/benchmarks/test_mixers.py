@@ -20,6 +20,7 @@ from aamoe_jax.mixers.costs import Setting
 from aamoe_jax.mixers.experts import MoEConfig
 from benchmarks import mixers
 from experiments.binding import load_experiment
+from pallas_kernels import aot
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ModelConfig(d_model=16, num_heads=2, num_layers=1, aamoe=AAMoEConfig(chunk_size=16, num_experts=4))
@@ -124,3 +125,24 @@ def test_ratios_are_to_the_one_that_is_asked_for():
     }
     lines = mixers.length_table({"mixers": entries}, "b").splitlines()
     assert [line.split("|")[3].strip() for line in lines[2:]] == ["0.50", "1.00"]
+
+
+def test_a_chip_that_is_not_there_has_memory_and_no_time(monkeypatch):
+    """Each mixer is compiled by `compile_apart`, whose case this runs here; one that is refused has a dash."""
+    cases = []
+
+    def compile_apart(chip, case, options):
+        if options["name"] == "moe":
+            raise aot.CompileError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm")
+        cases.append((chip, case, options["name"], options["length"]))
+        return aot.Compiled(1.0, 100, 20, 3, 40, 1000)
+
+    monkeypatch.setattr(aot, "compile_apart", compile_apart)
+    row = mixers.compile_length(CONFIG, ["attention", "moe"], 64, "v5e")
+    assert cases == [("v5e", "benchmarks.mixers:chip_case", "attention", 64)]
+    assert [figures["compiled_bytes"] for figures in row["mixers"].values()] == [83, None]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in mixers.length_table(row).splitlines()[2:]]
+    assert [line[4:6] for line in cells] == [["0", "1.00"], ["-", "-"]]
+    monkeypatch.setattr(aot, "compile_apart", lambda *_: (_ for _ in ()).throw(aot.CompileError("INTERNAL: no")))
+    with pytest.raises(aot.CompileError, match="INTERNAL"):
+        mixers.compile_length(CONFIG, ["attention"], 64, "v5e")

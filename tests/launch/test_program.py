@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+from experiments import program
 
 PROGRAM = """
 from aamoe_jax.config import ConfigError
@@ -54,3 +58,52 @@ def test_what_main_returns_is_the_exit_code():
 
 def test_a_program_without_an_experiment_refuses_its_flags():
     assert "Unknown command line flag 'gin_file'" in outcome("--gin_file=aamoe.gin").stderr
+
+
+COMPILING = """
+import jax
+from launch.program import run
+
+def main(argv):
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.jit(lambda x: x + 1)(1.0)
+    print(jax.config.jax_compilation_cache_dir)
+
+run(main)
+"""
+
+
+class TestCompiledPrograms:
+    def folder(self, **environment: str) -> str:
+        """Where a program keeps what it compiled."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION")}
+        command = [sys.executable, "-c", COMPILING]
+        found = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, timeout=120)
+        assert (found.returncode, found.stderr) == (0, "")
+        return found.stdout.strip()
+
+    def test_they_are_kept_in_the_users_cache(self, tmp_path):
+        folder = Path(self.folder(XDG_CACHE_HOME=str(tmp_path)))
+        assert folder.parent == tmp_path / "aamoe_jax" / "compiled"
+        kept = {path: path.stat().st_mtime_ns for path in folder.glob("*-cache")}
+        assert kept
+        assert self.folder(XDG_CACHE_HOME=str(tmp_path)) == str(folder)
+        assert {path: path.stat().st_mtime_ns for path in folder.glob("*-cache")} == kept
+
+    def test_the_environment_has_its_way(self, tmp_path):
+        assert self.folder(XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_DIR=str(tmp_path / "x")).endswith("/x")
+        self.folder(XDG_CACHE_HOME=str(tmp_path), JAX_ENABLE_COMPILATION_CACHE="false")
+        assert not list(tmp_path.glob("aamoe_jax/compiled/*/*-cache"))
+
+    def test_without_a_place_for_them_programs_run_all_the_same(self, tmp_path):
+        (tmp_path / "file").touch()
+        assert self.folder(XDG_CACHE_HOME=str(tmp_path / "file")) == "None"
+
+    def test_every_kind_of_cpu_has_its_own(self, monkeypatch):
+        """What one compiles may hold instructions that another lacks."""
+        monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags : avx2\nflags : avx2\nbogomips : 1\n")
+        one = program.compiled_programs()
+        monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags : avx2\nbogomips : 2\n")
+        assert program.compiled_programs() == one
+        monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags : avx2 avx512f\nbogomips : 1\n")
+        assert program.compiled_programs() != one
