@@ -49,6 +49,27 @@ def read(folder: Path, kernel: str) -> Schedule:
     return parse(code.read_text(encoding="utf-8"), usage.read_text(encoding="utf-8"))
 
 
+def whole_cycles(text: str) -> int:
+    """Cycles of a whole program from its listing: bundles times the trips of all loops around them. A loop whose trips
+    are known at run time only counts once; what a branch may skip not at all."""
+    bundles = _bundles(text)
+    skipped = _skipped(bundles)
+    starts, owner = _nesting(bundles, skipped)
+    trips: list[int] = []
+    for number, loop in enumerate(starts):  # those around it come before
+        mine = [bundles[i] for i, which in enumerate(owner) if which == number]
+        exits = [match for line in mine if (match := _EXIT.search(line))]
+        around = 1 if loop.parent is None else trips[loop.parent]
+        trips.append(around * (_trips(exits[-1], mine) if exits else 1))
+    issued = [1 if number is None else 0 if starts[number].conditional else trips[number] for number in owner]
+    for branch, start, end in skipped:
+        within = owner[branch]
+        for i in range(start + 1, end):
+            if owner[i] == within:
+                issued[i] = 0
+    return sum(issued)
+
+
 def _only(folder: Path, kernel: str, ending: str, but: str = "never") -> Path:
     pattern = re.compile(rf"\d+-{re.escape(kernel)}(\.\d+)?-\d+-(?!.*{but}).*{re.escape(ending)}$")
     found = [path for path in sorted(folder.iterdir()) if pattern.match(path.name)]
@@ -84,6 +105,7 @@ class _Open(NamedTuple):
     depth: int
     start: int
     conditional: bool
+    parent: int | None
 
 
 def parse_loops(text: str) -> tuple[tuple[Loop, ...], list[int]]:
@@ -123,9 +145,10 @@ def _nesting(bundles: list[str], skipped: list[tuple[int, int, int]]) -> tuple[l
             stack.pop()
         if begins:
             stack.append(len(starts))
-            inside = starts[stack[-2]].start if len(stack) > 1 else 0
+            parent = stack[-2] if len(stack) > 1 else None
+            inside = 0 if parent is None else starts[parent].start
             # It may begin in a delay slot of the very branch around it: what is issued there then does no harm.
-            starts.append(_Open(depth, i, any(inside <= branch < i < end for branch, _, end in skipped)))
+            starts.append(_Open(depth, i, any(inside <= branch < i < end for branch, _, end in skipped), parent))
         owner.append(stack[-1] if stack else None)
     return starts, owner
 

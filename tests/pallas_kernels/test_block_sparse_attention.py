@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from pallas_kernels.block_sparse_attention import block_sparse_attention, interface, operation
-from pallas_kernels.block_sparse_attention.tpu import resident
+from pallas_kernels.block_sparse_attention.tpu import resident, sorting
 from pallas_kernels.block_sparse_attention.tpu.layout import Layout
 from pallas_kernels.tpu import BOUNDS_CHECKS
 from tests.pallas_kernels.base import (
@@ -80,7 +80,7 @@ class TestPallasTpuResident(TpuAttentionTest):
         path = resident.Path(problem_of(inputs, static), Layout(128, 3, 16, 1, 2, 8))
         unknown = jnp.arange(48 * 3).reshape(48, 3) % 5 == 1
         pairs = inputs.pairs._replace(resource=jnp.where(unknown, len(inputs.key), inputs.pairs.resource))
-        in_tiles = np.unique(np.asarray(path.tables(pairs).pair))
+        in_tiles = np.unique(np.asarray(sorting.slots(path.tables(pairs), path.layout.tile)))
         np.testing.assert_array_equal(in_tiles, [*np.flatnonzero(~np.asarray(unknown)), 48 * 3])
 
     def test_keys_that_fast_memory_cannot_hold_are_refused(self):

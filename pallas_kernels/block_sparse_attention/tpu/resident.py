@@ -4,7 +4,7 @@ Rows longer than fast memory holds are taken window by window. A resource is the
 that window.
 
 Shapes: T tokens, K slots, R resources, m keys a resource, H heads, d head size, n windows, G head groups, N tiles, t
-rows a tile; P pairs.
+rows a tile.
 """
 
 from typing import NamedTuple
@@ -14,14 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels import chips
-from pallas_kernels.block_sparse_attention import tables as tables_lib
-from pallas_kernels.block_sparse_attention.tables import Tables
 from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
-from pallas_kernels.block_sparse_attention.tpu import resident_kernels
+from pallas_kernels.block_sparse_attention.tpu import resident_kernels, sorting
 from pallas_kernels.block_sparse_attention.tpu.lanes import from_lanes, to_lanes
 from pallas_kernels.block_sparse_attention.tpu.layout import GROUP, Layout
 from pallas_kernels.block_sparse_attention.tpu.resident_kernels import Bounds, Maximum, Tiles
+from pallas_kernels.block_sparse_attention.tpu.sorting import Tables
 from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem
 from pallas_kernels.tpu import LANES, LOG2_E, LOWEST, ROWS, compiled_or_interpreted
 
@@ -41,7 +40,7 @@ class Path(NamedTuple):
         resources = problem.resources * layout.windows
         known = pairs.resource < problem.resources
         resource = jnp.where(known, pairs.resource + problem.resources * window_T[:, None], resources)
-        return tables_lib.build(resource, pairs.count, resources, problem.max_pairs, layout.tile, slack=1)
+        return sorting.build(resource, pairs.count, resources, problem.max_pairs, layout.tile, slack=1)
 
     def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
         """From the start's sums on. Scores that are known to stay small need no running maximum."""
@@ -90,9 +89,9 @@ class Path(NamedTuple):
         """The result, whose log-sum-exp is `lse + shift`; and its share on every slot's pair, mean over heads."""
         groups, tiles, heads, tile = pair_lse.shape
         pair_lse = pair_lse.transpose(1, 3, 0, 2).reshape(tiles, tile, groups * heads)[..., : lse.shape[1]]
-        token = tables.numbering.token.at[tables.pair].get(mode="clip")
+        token = sorting.slots(tables, tile) // self.problem.slots
         mass_Nt = jnp.exp(pair_lse - finite(lse).at[token].get(mode="clip")).mean(-1)
-        mass = tables_lib.to_slots(tables_lib.rows_to_pairs(mass_Nt, tables), tables.numbering, self.problem.slots)
+        mass = sorting.from_tiles(mass_Nt, tables, self.problem.slots)
         return Partial(sums / jnp.where(total > 0, total, 1.0)[..., None], lse + shift), mass
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
@@ -117,19 +116,16 @@ class Path(NamedTuple):
         d_key, d_value, d_bias = state
         d_query, d_query_expert = (layout_lib.from_rows(x, layout, query.shape) for x in d_rows.swapaxes(0, 1))
         d_key, d_value = (from_lanes(x, layout, problem.heads, problem.d) for x in (d_key, d_value))
-        d_bias = tables_lib.rows_to_pairs(d_bias.sum((0, 2)), tables)
-        d_bias = tables_lib.to_slots(d_bias, tables.numbering, problem.slots)
+        d_bias = sorting.from_tiles(d_bias.sum((0, 2)), tables, problem.slots)
         return Gradients(d_query, d_query_expert, d_key, d_value, start.bias + d_bias)
 
     def _tiles(self, pairs: Pairs, tables: Tables) -> Tiles:
-        tokens, pair = self.layout.tokens, tables.pair[:, None]
-        token = tables.numbering.token.at[pair].get(mode="fill", fill_value=-1)
-        return Tiles(
-            resource=tables.resource % self.problem.resources,
-            row=ROWS * jnp.where(pair < self.problem.max_pairs, token % tokens, tokens),
-            bias=tables_lib.slots_to_rows(pairs.bias.astype(jnp.float32), tables, -jnp.inf),
-            visible=tables_lib.slots_to_rows(pairs.visible, tables, 0),
-        )
+        tokens, tile = self.layout.tokens, self.layout.tile
+        arrays = pairs.bias.astype(jnp.float32), pairs.visible.astype(jnp.int32)
+        bias, visible = sorting.to_tiles(arrays, (-jnp.inf, 0), tables, tile)
+        token = sorting.slots(tables, tile) // self.problem.slots
+        row = ROWS * jnp.where(tables.holds(tile), token % tokens, tokens)
+        return Tiles(tables.resource % self.problem.resources, row[:, None], bias[:, None], visible[:, None])
 
     def _bounds(self, tables: Tables) -> Bounds:
         """Of every window."""
