@@ -26,9 +26,8 @@ import numpy as np
 from absl import flags
 
 from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig
-from aamoe_jax.ledger.compiled import Trial
+from aamoe_jax.ledger.compiled import Inputs, Row, Trial
 from benchmarks import measure
-from benchmarks.mixers import both_passes
 from experiments.program import command_line, plain_table, publish, start
 from pallas_kernels import aot, schedule
 from pallas_kernels.chips import TPUS, Chip
@@ -51,8 +50,10 @@ CONFIG = ModelConfig(
 )
 """The sizes at which kernels are tabled, with the layer of aamoe.gin."""
 LAYERS = {"aamoe": ("aamoe",), "dense": ("attention", "feed_forward")}
-KERNELS = ("block_sparse_attention", "gathered_", "splash")
+KERNELS = ("block_sparse_attention", "gathered_", "dense_attention", "splash")
 """What a `pallas_call` of attention is named like: left out."""
+OTHER_KERNELS = {"local_window": "window", "selection": "selection"}
+"""The parts of those that count."""
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "opt-barrier"}
 """Operations that take no time."""
 BESIDE = re.compile(r"-(start|update|done)$")
@@ -113,10 +114,15 @@ class Cost(NamedTuple):
 
 
 def case(name: str, length: int) -> tuple[Callable[..., Any], Any]:
-    """Both passes of one mixer over one row, for `compile_apart`."""
+    """Both passes of one mixer over one row, statistics included, for `compile_apart`."""
     trial = Trial(name, CONFIG)
+
+    def step(params: Any, inputs: Inputs, row: Row, cotangent: Any) -> tuple[Any, Any, Any]:
+        output, pull_back, statistics = trial.vjp_and_statistics(params, inputs, row)
+        return output, pull_back(cotangent), statistics
+
     params, inputs, row = trial.shapes(1, length)
-    return both_passes(trial), (params, inputs, row, inputs.h)
+    return step, (params, inputs, row, inputs.h)
 
 
 def parse(text: str) -> Program:
@@ -202,6 +208,9 @@ def costs_of(program: Program, folder: Path) -> list[Cost]:
         return output + sum(min(size, output) if sliced or operation.opcode in _SLICES else size for size in read)
 
     def part(operation: Operation) -> str:
+        for begins, name in OTHER_KERNELS.items() if operation.opcode == "custom-call" else ():
+            if operation.name.startswith(begins):
+                return name
         inside = {op.opcode for op in program.computations.get(_called(operation), ())} | {operation.opcode}
         if inside & {"convolution", "dot"}:
             return PRODUCTS

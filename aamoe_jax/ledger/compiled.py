@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from aamoe_jax.aamoe.budget import most_pairs
 from aamoe_jax.aamoe.costs import AAMoECosts, attended
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.mixers.base import Context
+from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.costs import Costs, Setting
 from aamoe_jax.mixers.experts import Experts, expert_width
@@ -69,9 +69,14 @@ class Trial:
 
     def vjp(self, params: Any, inputs: Inputs, row: Row) -> tuple[Array, Callable[[Array], tuple[Any, Inputs]]]:
         """The output, and what makes gradients of parameters and inputs from its cotangent."""
+        return self.vjp_and_statistics(params, inputs, row)[:2]
+
+    def vjp_and_statistics(
+        self, params: Any, inputs: Inputs, row: Row
+    ) -> tuple[Array, Callable[[Array], tuple[Any, Inputs]], Statistics]:
+        """The same, and what the mixer says of itself in every step of training."""
         apply = lambda params, inputs: self._mixer(params)(inputs.h, self._context(inputs, row))  # noqa: E731
-        output, pull_back, _ = jax.vjp(apply, params, inputs, has_aux=True)
-        return output, pull_back
+        return jax.vjp(apply, params, inputs, has_aux=True)
 
     def decode(self, params: Any, inputs: Inputs, row: Row, cache: Any) -> tuple[Array, Any]:
         """One more token in every row."""

@@ -98,3 +98,15 @@ def test_a_kernel_is_found_by_its_name_alone(tmp_path):
     assert schedule.read(tmp_path, "kernel").spills == LISTING.count("{") - 1
     with pytest.raises(FileNotFoundError, match=r"\*-nothing-\*.*, found 0"):
         schedule.read(tmp_path, "nothing")
+
+
+def test_whole_cycles_are_bundles_times_the_trips_of_all_loops_around_them():
+    """Of the listing: the grid, whose trips only the run knows, once; 16 trips of the gather in it; what a branch may
+    skip not at all."""
+    _, issued = schedule.parse_loops(LISTING)
+    outside = 3 + 1  # before the grid and after it
+    assert schedule.whole_cycles(LISTING) == sum(issued) + outside
+    end = " 0xbc3   : > {  %45 = sbr.rel"
+    counted = " 0xbc2   : > {  %p1_p1 = scmp.ge.s32.totalorder %s1_s1, 5 /* loop exit test */ }\n"
+    bounded = LISTING.replace(end, counted + end)
+    assert schedule.whole_cycles(bounded) == 5 * (sum(issued) + 1) + outside
