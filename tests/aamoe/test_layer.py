@@ -10,6 +10,7 @@ from flax import nnx
 
 from aamoe_jax.aamoe.layer import AAMoELayer
 from aamoe_jax.aamoe.reference import allocated, learned_scores, reference_budgets, reference_granted, reference_layer
+from aamoe_jax.aamoe.statistics import tally
 from aamoe_jax.layers import apply_rotary, merge_heads
 from aamoe_jax.mixers.all_attention import joint_attention
 from aamoe_jax.mixers.attention import CausalAttention
@@ -462,3 +463,11 @@ def test_beta_changes_the_spend_without_recompiling():
     assert spends == sorted(spends)
     assert spends[0] < spends[-1]
     assert spent._cache_size() == 1
+
+
+def test_tallies_of_tpus_are_those_of_others(monkeypatch):
+    number = jnp.asarray(np.random.default_rng(0).integers(0, 7, (2, 5, 3)))
+    wanted = np.bincount(np.asarray(number).ravel(), minlength=7)[:6]
+    np.testing.assert_array_equal(tally(number, 6), wanted)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda x, *, tpu, default: tpu(x))
+    np.testing.assert_array_equal(tally(number, 6), wanted)
