@@ -120,10 +120,9 @@ class AllAttention(Part):
 
     @staticmethod
     def loops(at: Setting) -> tuple[Loop, ...]:
-        turn = block_size(at.length)
-        return loop(at.length, at.length), Loop(
-            -(-at.length // turn) * turn * at.config.ff_width, turn * at.config.ff_width
-        )
+        """Blocks of tokens that meet tokens, and that meet the memory."""
+        turn, memory = block_size(at.length), at.config.ff_width
+        return loop(at.length, at.length), Loop(-(-at.length // turn) * turn * memory, turn * memory)
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
         query, rotated, key, value = self._rotated(h, context)

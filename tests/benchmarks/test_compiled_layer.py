@@ -11,9 +11,9 @@ MODULE = """\
 HloModule jit_step, is_scheduled=true
 
 FileNames
-1 "/home/me/aamoe_jax/aamoe/pooled.py"
-2 "/home/me/pallas_kernels/block_sparse_attention/tables.py"
-3 "/home/me/aamoe_jax/aamoe/budget.py"
+1 "aamoe_jax/aamoe/pooled.py"
+2 "pallas_kernels/block_sparse_attention/tables.py"
+3 "aamoe_jax/aamoe/budget.py"
 
 FunctionNames
 1 "scores"
