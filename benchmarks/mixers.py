@@ -31,7 +31,7 @@ from aamoe_jax.ledger.compiled import Inputs, Row, Trial
 from aamoe_jax.mixers.attention import CausalAttention
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.build import costs
-from aamoe_jax.mixers.costs import Costs, Loop, Setting, key_value_cache, projections, rotated, squares
+from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Setting, key_value_cache, projections, rotated
 from aamoe_jax.registry import MIXERS, register
 from benchmarks import measure
 from benchmarks.report import table
@@ -53,8 +53,11 @@ class MaskedAttention(CausalAttention):
 
     @staticmethod
     def costs(at: Setting) -> Costs:
-        """Whole squares."""
-        return projections(at) + rotated(at) + squares(at) + key_value_cache(at)
+        """Whole squares: mask, scores, weights in float32 and as they are multiplied."""
+        maps = at.config.num_heads * at.length * (1 + 2 * FLOAT + at.size)
+        visible = 2 * at.width * (at.length + 1)
+        square = at.per_token(4 * at.width * at.length, maps + at.size * at.kv_width, model_flops=visible)
+        return projections(at) + rotated(at) + square + key_value_cache(at)
 
     @staticmethod
     def loops(at: Setting) -> tuple[Loop, ...]:

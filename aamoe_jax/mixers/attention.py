@@ -16,7 +16,7 @@ from aamoe_jax.mixers.base import Cache, Context, Statistics
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Number, Setting, blocks, key_value_cache, projections, rotated
 from aamoe_jax.mixers.fastest import fastest_attention
-from aamoe_jax.mixers.flash import loop
+from aamoe_jax.mixers.flash import block_size, loop, token_blocks
 from aamoe_jax.mixers.parts import Part
 from aamoe_jax.mixers.weighted_sum import WeightedSum, head_mix, head_scores, largest_logit, softmax_selected
 from aamoe_jax.registry import register
@@ -143,21 +143,63 @@ def attend_cached(
 
 
 class WeightedAttention(CausalAttention):
-    """Attention whose coefficients are no plain softmax, and so are laid out: a subclass has them in `_weigh`."""
+    """Attention whose coefficients are no plain softmax: a subclass has them, of some queries, in `_coefficients`.
+
+    The coefficients of one block of queries are all that is ever held, and the backward pass computes them again.
+    """
+
+    def _operands(
+        self, h: Float[Array, "b L d"], context: Context
+    ) -> tuple[Float[Array, "b L H k"], tuple[Float[Array, "b L G k"], ...], Float[Array, "b L G k"]]:
+        """Queries, what they are compared with, values: of the tokens here."""
+        query, key, value = self._rotated(h, context)
+        return query, (key,), value
+
+    def _coefficients(
+        self, query: Float[Array, "b t H k"], keys: tuple[Float[Array, "b S G k"], ...], seen: Bool[Array, "b 1 t S"]
+    ) -> Float[Array, "b H t S"]:
+        """What queries weigh every token by, 0 where it is not seen."""
+        raise NotImplementedError
 
     @staticmethod
     def loops(at: Setting) -> tuple[Loop, ...]:
-        return ()
-
-    def _weigh(
-        self, h: Float[Array, "b L d"], context: Context
-    ) -> tuple[Float[Array, "b H L S"], Float[Array, "b S G k"], Statistics]:
-        """What every token here weighs every token by, the values of all tokens, statistics."""
-        raise NotImplementedError
+        turn = block_size(at.length)
+        return (Loop(-(-at.length // turn) * turn * at.length, turn * at.length),)
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
-        weights, value, statistics = self._weigh(h, context)
-        return self.output(merge_heads(head_mix(weights, value))), statistics
+        query, keys, value = self._gathered(h, context)
+        length = query.shape[1]
+        place = context.attending_from + jnp.arange(length)
+
+        @jax.checkpoint
+        def of_block(block: tuple[Float[Array, "b t H k"], Int[Array, "1 t"]]) -> Float[Array, "b t H k"]:
+            query, place = block
+            return head_mix(self._coefficients(query, keys, self._seen_from(place[0], context)[:, None]), value)
+
+        size = block_size(length)
+        heads = jax.lax.map(of_block, (token_blocks(query, size), token_blocks(place[None], size, "edge")))
+        heads = heads.swapaxes(0, 1).reshape(len(query), -1, *query.shape[2:])[:, :length]
+        return self.output(merge_heads(heads)), {}
 
     def attention_map(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b H L S"]:
-        return self._weigh(h, context)[0]
+        query, keys, _ = self._gathered(h, context)
+        seen = context.shards.part(self._visible(context), RESOURCE)
+        return self._coefficients(query, keys, seen[:, None])
+
+    def _gathered(
+        self, h: Float[Array, "b L d"], context: Context
+    ) -> tuple[Float[Array, "b L H k"], tuple[Float[Array, "b S G k"], ...], Float[Array, "b S G k"]]:
+        """`_operands`, of which all but queries are of whole rows."""
+        query, keys, value = self._operands(h, context)
+        gather = context.shards.gather
+        return query, tuple(gather(key, RESOURCE) for key in keys), gather(value, RESOURCE)
+
+
+def laid_out_costs(at: Setting) -> Costs:
+    """Coefficients and weighted values of `WeightedAttention`: 4 d L a token, of which it sees 4 d (L + 1) / 2. Saved
+    are queries, keys and values, and the output."""
+    (loop,) = WeightedAttention.loops(at)
+    flops, saved = 4 * at.width, at.size * (2 * at.width + 2 * at.kv_width)
+    return Costs(
+        at.rows * flops * loop.scores, at.rows * flops * at.length, at.tokens * saved, 0, flops * (at.length + 1) / 2
+    )

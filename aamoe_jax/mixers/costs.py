@@ -6,7 +6,7 @@ Model FLOPs (for MFU, and for experiments of equal size) are what the model asks
 over the (L + 1) / 2 keys that a token sees on average, whatever documents hide.
 
 All other figures are those of this code. FLOPs are those of matrix products, also of what a mask then hides: attention
-computes whole blocks of scores, mixers that lay out their coefficients whole squares, and decoding its whole cache.
+computes whole blocks of scores, mixers whose coefficients are no softmax whole squares, and decoding its whole cache.
 Activation bytes are what the forward pass leaves for the backward pass as automatic differentiation chooses it, without
 recomputation and without parameters. Cache bytes are those of the arrays of `empty_cache`.
 
@@ -140,15 +140,3 @@ def blocks(at: Setting, loops: Sequence[Loop], *, decoded: int, visible: Number)
     flops, scores = 4 * at.width, sum(loop.scores for loop in loops)
     saved = at.size * (at.width + at.kv_width) + FLOAT * at.config.num_heads
     return Costs(at.rows * flops * scores, at.rows * flops * decoded, at.tokens * saved, 0, flops * visible)
-
-
-def squares(at: Setting, float_maps: int = 2) -> Costs:
-    """Scores and weighted values over all tokens of a row: 4 d L per token, of which a token sees 4 d (L + 1) / 2.
-
-    Args:
-      float_maps: attention maps in float32 that are saved, beside the mask and the weights as they are multiplied; such
-        as exp(scores) and softmax.
-    """
-    maps = at.config.num_heads * at.length * (1 + FLOAT * float_maps + at.size)
-    visible = 2 * at.width * (at.length + 1)
-    return at.per_token(4 * at.width * at.length, maps + at.size * at.kv_width, model_flops=visible)

@@ -15,26 +15,25 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, apply_rotary, merge_heads, split_heads
-from aamoe_jax.mixers.attention import WeightedAttention
-from aamoe_jax.mixers.base import Context, Statistics
+from aamoe_jax.mixers.attention import WeightedAttention, laid_out_costs
+from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache, flat_heads
 from aamoe_jax.mixers.costs import (
     Costs,
+    Loop,
     Setting,
     key_value_cache,
     projections,
     rotated,
     saved_norm,
     saved_rotation,
-    squares,
 )
 from aamoe_jax.mixers.weighted_sum import WeightedSum, head_scores, root_normalized
 from aamoe_jax.registry import register
-from aamoe_jax.shards import RESOURCE
 
 
 @register("sqrt_attention", "scores over the root of their number in place of a softmax", heads="root")
@@ -48,16 +47,14 @@ class SquareRootAttention(WeightedAttention):
 
     @staticmethod
     def costs(at: Setting) -> Costs:
-        """Of scores nothing is kept but the weights that they become."""
-        return projections(at) + rotated(at) + squares(at, float_maps=1) + key_value_cache(at)
+        """Whole squares, block by block of queries."""
+        return projections(at) + rotated(at) + laid_out_costs(at) + key_value_cache(at)
 
-    def _weigh(
-        self, h: Float[Array, "b L d"], context: Context
-    ) -> tuple[Float[Array, "b H L S"], Float[Array, "b S G k"], Statistics]:
-        query, key, value = self._rotated(h, context)
-        key, value = (context.shards.gather(x, RESOURCE) for x in (key, value))
-        seen = context.shards.part(self._visible(context), RESOURCE)[:, None]
-        return root_normalized(head_scores(query, key), seen), value, {}
+    def _coefficients(
+        self, query: Float[Array, "b t H k"], keys: tuple[Float[Array, "b S G k"], ...], seen: Bool[Array, "b 1 t S"]
+    ) -> Float[Array, "b H t S"]:
+        (key,) = keys
+        return root_normalized(head_scores(query, key), seen)
 
     def decode(
         self, h: Float[Array, "b 1 d"], context: Context, cache: KeyValueCache
@@ -109,16 +106,24 @@ class GatedAttention(WeightedAttention):
         saved = saved_norm(config, kv) + at.size * kv + saved_rotation(config.head_dim)
         model = 2 * d * kv + d * (at.length + 1)
         gates = at.per_token(2 * d * kv + 2 * d * at.length, saved, kv * at.size, model_flops=model)
-        return projections(at) + rotated(at) + squares(at, float_maps=6) + gates + key_value_cache(at)
+        return projections(at) + rotated(at) + laid_out_costs(at) + gates + key_value_cache(at)
 
-    def _weigh(
+    @staticmethod
+    def loops(at: Setting) -> tuple[Loop, ...]:
+        """Three products where others have two."""
+        return tuple(Loop(1.5 * loop.scores, 1.5 * loop.turn) for loop in WeightedAttention.loops(at))
+
+    def _operands(
         self, h: Float[Array, "b L d"], context: Context
-    ) -> tuple[Float[Array, "b H L S"], Float[Array, "b S G k"], Statistics]:
+    ) -> tuple[Float[Array, "b L H k"], tuple[Float[Array, "b L G k"], ...], Float[Array, "b L G k"]]:
         query, key, gate, value = self._gated(h, context)
-        key, gate, value = (context.shards.gather(x, RESOURCE) for x in (key, gate, value))
-        seen = context.shards.part(self._visible(context), RESOURCE)[:, None]
-        activations = jax.nn.silu(head_scores(query, gate)) * head_scores(query, key)
-        return root_normalized(activations, seen), value, {}
+        return query, (key, gate), value
+
+    def _coefficients(
+        self, query: Float[Array, "b t H k"], keys: tuple[Float[Array, "b S G k"], ...], seen: Bool[Array, "b 1 t S"]
+    ) -> Float[Array, "b H t S"]:
+        key, gate = keys
+        return root_normalized(jax.nn.silu(head_scores(query, gate)) * head_scores(query, key), seen)
 
     def empty_cache(self, rows: int, length: int) -> GatedCache:
         """An empty cache for `length` tokens in every row."""
