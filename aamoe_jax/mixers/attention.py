@@ -163,6 +163,7 @@ class WeightedAttention(CausalAttention):
 
     @staticmethod
     def loops(at: Setting) -> tuple[Loop, ...]:
+        """Blocks of queries that meet whole rows."""
         turn = block_size(at.length)
         return (Loop(-(-at.length // turn) * turn * at.length, turn * at.length),)
 
