@@ -1,9 +1,9 @@
 """Tiles of pairs, and back, by sorting alone.
 
-A TPU gathers numbers one by one, in about 5 cycles each, and scatters one in 14, but sorts 63,488 of them together with
-two other values each in 107,000 cycles, less than 2 each (the compiler's own listings for a v5e, docs/kernels.md). So
-every slot of every token is sorted, its values with it; tiles are then slices of what is sorted, and what tiles found
-is sorted back. `tables.build`, for other devices, makes the same tiles from the pairs alone.
+A TPU gathers and scatters single numbers one after the other, several cycles each, where it sorts many at once, each
+with other values beside it. So every slot of every token is sorted, its values with it; tiles are then slices of what
+is sorted, and what tiles found is sorted back. `tables.build`, for other devices, makes the same tiles from the pairs
+alone.
 
 Shapes: T tokens, K slots, S = T K, R resources, N tiles (static bound), t rows a tile, R1 = R + 1.
 """
