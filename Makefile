@@ -1,4 +1,5 @@
 # Two commands: `make train` and `make test`. Both install into .venv first, from setup.cfg and constraints.txt alone.
+# `make test-distributed` runs the tests that take several devices or processes, which `make test` leaves out.
 # `make test-aot` compiles the kernels for absent TPUs and GPUs, with their own compilers, in an environment of its own.
 # `make docs` builds the documentation site into site/, in an environment of its own too.
 
@@ -11,7 +12,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # Big buffers on huge pages: XLA takes fresh ones every step, and their first touch is dear page by page.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: train test test-aot test-wheel docs lint clean
+.PHONY: train test test-distributed test-aot test-wheel docs lint clean
 
 train: .venv/installed
 	$(BIN)/python -m launch.train --gin_file=quickstart.gin --run_dir=$(RUN)
@@ -20,7 +21,10 @@ train: .venv/installed
 	$(BIN)/python -m launch.draw --run_dir=$(RUN)
 
 test: .venv/installed lint
-	$(BIN)/python -m pytest -n 2 --dist=worksteal
+	$(BIN)/python -m pytest -n 2 --dist=worksteal -m 'not distributed'
+
+test-distributed: .venv/installed
+	$(BIN)/python -m pytest -n 2 --dist=worksteal -m distributed
 
 test-aot: .venv-aot/installed
 	.venv-aot/bin/python -m pytest -n 2 --dist=worksteal tests/*/test_aot*.py

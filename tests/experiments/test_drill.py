@@ -15,6 +15,7 @@ from experiments import drill
 from launch import train
 from tests.training.helpers import tiny_data
 
+pytestmark = pytest.mark.distributed
 GIN = """
 ModelConfig:
     d_model = 32

@@ -15,6 +15,7 @@ import pytest
 from aamoe_jax.registry import MIXERS
 from benchmarks.meshes import factorizations
 
+pytestmark = pytest.mark.distributed
 MESHES = ["x".join(map(str, sizes)) for sizes in factorizations(8)]
 PARTS = [MESHES[i::4] for i in range(4)]
 """Every part in a process of its own, so that several run side by side."""

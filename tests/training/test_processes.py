@@ -23,6 +23,7 @@ from aamoe_jax.training.metrics import read_metrics
 from experiments.jobs import Job, Layout, free_port
 from tests.training.helpers import tiny_data, untimed
 
+pytestmark = pytest.mark.distributed
 STEPS = 40
 GIN = """
 ModelConfig:
