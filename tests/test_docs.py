@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 WRITTEN = tempfile.TemporaryDirectory()
 """Where the mixers lie that a page writes."""
-ROOT_PAGES = ("README.md", "BUILD.md", "CONTRIBUTING.md", "CHANGELOG.md")
+ROOT_PAGES = ("README.md", "BUILD.md", "CONTRIBUTING.md", "CHANGELOG.md", "pallas_kernels/README.md")
 PAGES = {path: (ROOT / path).read_text(encoding="utf-8") for path in ROOT_PAGES} | {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))
 }

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.block_sparse_attention import block_sparse_attention, interface, operation
 from pallas_kernels.block_sparse_attention.tpu import resident, sorting
@@ -73,6 +74,20 @@ class TestPallasTpuResident(TpuAttentionTest):
         assert few(problem_of(inputs, static)).layout.windows == 3
         actual, expected = (evaluate(unknown, static, "few"), evaluate(hidden, static, "reference"))
         jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "windows"), actual, expected)
+
+    @pytest.mark.parametrize("bounded", [True, False])
+    def test_the_code_that_a_tpu_runs_has_no_races(self, bounded, monkeypatch, capfd):
+        """The chip's memories and copies, simulated, over windows of several tiles with both kinds of queries: nothing
+        is read before it has arrived, or overwritten before it was read; what was never written is NaN."""
+        inputs, static = random_inputs(Shape(tokens=32, m=8, num_context=4, d=8, count=4, bounded=bounded))
+        layout = Layout(tile=16, windows=2, tokens=16, groups=1, heads=2, d=8)
+        monkeypatch.setitem(interface.PLANS, "few", (lambda p: resident.Path(p, layout), operation.XLA_WINDOW))
+        compiled = lambda kernel, *arrays, **options: kernel(*arrays, **options, interpret=False)  # noqa: E731
+        monkeypatch.setattr(resident, "compiled_or_interpreted", compiled)
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+            actual = jax.block_until_ready(jax.jit(lambda x: evaluate(x, static, "few"))(inputs))
+        assert "RACE DETECTED" not in capfd.readouterr().out
+        jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "simulated"), actual, evaluate(inputs, static, "reference"))
 
     def test_a_resource_that_is_not_in_the_table_is_in_no_tile(self):
         """Of no window: a tile adds to the sums of several rows at once, which must be of different tokens."""

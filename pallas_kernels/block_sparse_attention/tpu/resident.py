@@ -159,7 +159,7 @@ def plan(problem: Problem, vmem: int | None = None) -> Path:
 
 
 def vmem_bytes(layout: Layout, m: int, itemsize: int) -> int:
-    """Fast memory of the larger pass, the forward one with its running maximum.
+    """Fast memory of the larger pass, where two tiles have their rows there at once.
 
     Beside the arrays the compiler wants room for scores and spilled registers: with keys of 64 to 512 rows, 0.1 to 3.7
     MiB in bfloat16 and 0.9 to 8.1 MiB in float32, where a product takes its arguments apart.
@@ -167,9 +167,9 @@ def vmem_bytes(layout: Layout, m: int, itemsize: int) -> int:
     token, stats = GROUP * 4, LANES * 4
     packed = token if itemsize == 2 else 2 * token
     table = 2 * m * layout.lanes  # of one array, in two buffers
-    forward = layout.slots * (2 * token + stats) + layout.tile * (3 * token + stats) + table * 2 * itemsize
+    forward = layout.slots * (2 * token + stats) + 2 * layout.tile * (2 * token + stats) + table * 2 * itemsize
     # Gradients of keys and values come in and go out.
-    backward = (layout.slots + layout.tile) * (packed + token + stats) + table * (2 * itemsize + 4 * 4)
+    backward = (layout.slots + 2 * layout.tile) * (packed + token + stats) + table * (2 * itemsize + 4 * 4)
     return max(forward, backward) + itemsize * (2**20 + 3 * m * layout.lanes)
 
 

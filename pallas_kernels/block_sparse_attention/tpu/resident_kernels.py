@@ -4,7 +4,8 @@ in fast memory.
 A token is one vector register of a head group, so that picking the tokens of a tile and adding to their sums are loads
 and stores at an address from scalar memory: no gather, no scatter, no partial results in main memory. Scores are
 transposed, keys by tokens: everything per token is a row of lanes. Tiles run in order on one core, so sums are
-deterministic.
+deterministic. While the products of one tile run, the tokens of the next are picked and the sums of the one before are
+added up: they are in other slots of the same bundles.
 
 Shapes: G head groups, N tiles, t rows a tile, W token slots (of a window; see `layout`), V = 8 W rows, R resources, m
 keys a resource, E lanes of all groups; S rows of a token, 8 or 16.
@@ -24,6 +25,7 @@ from pallas_kernels.block_sparse_attention.tpu.layout import TOTAL, Layout
 from pallas_kernels.tpu import F32, LANES, LOG2_E, ROWS, call, dot
 
 BATCH = 8  # tokens whose sums are read before the first is written: rows of a tile are different tokens
+BETWEEN = 4  # the same, between the products of another tile: more would be moved in the products' way
 UNROLL = 32  # rows in one basic block: enough to hide the latency of a load
 COLUMNS = 256  # tokens whose scores are worked on together: their registers do not spill
 
@@ -58,37 +60,105 @@ def _copy(semaphores, *pairs) -> None:
 
 
 def _rows(row, size: int = ROWS, scale: int = 1):
-    return pl.ds(pl.multiple_of(row * scale, size), size)
+    return pl.ds(row * scale if isinstance(row, int) else pl.multiple_of(row * scale, size), size)
 
 
 def _token(row):
     return pl.ds(jax.lax.shift_right_logical(row, 3), 1)
 
 
-def _for_rows(row_ref, interpret: bool, body: Callable) -> None:
-    """body(addresses, first) for a few rows of a tile at a time: their addresses, and the number of the first."""
+Body = Callable[[Sequence, Any], None]
+"""body(addresses, first): what is done with a few rows of a tile: their addresses, and the number of the first."""
+
+
+def _for_rows(row_ref, interpret: bool, body: Body) -> None:
+    """All rows of a tile."""
     step = 1 if interpret else BATCH  # interpreted, every row is compiled as a slice of a whole array
 
     def several(i, carry):
         first = pl.multiple_of(i * step, step)
-        addresses = row_ref.at[0, 0, pl.ds(first, step)]  # a view: addresses in it cost no arithmetic
-        body([addresses[j] for j in range(step)], first)
+        body(_addresses(row_ref, first, step), first)
         return carry
 
     jax.lax.fori_loop(0, row_ref.shape[-1] // step, several, 0, unroll=1 if interpret else UNROLL // BATCH)
 
 
-def _staggered(jobs: Sequence, *stages: Callable[[Any, Any], Any]) -> list:
+def _addresses(row_ref, first, count: int) -> list:
+    view = row_ref.at[0, 0, pl.ds(first, count)]  # addresses in it cost no arithmetic
+    return [view[j] for j in range(count)]
+
+
+class _Rows(NamedTuple):
+    """Addresses of the tokens of a tile, of the next one and of the one before."""
+
+    here: Any
+    next: Any
+    before: Any
+
+
+class _Phases(NamedTuple):
+    """What is done with a tile, in one of two buffers: its tokens are picked, attend, and are added to their sums.
+
+    `attend` calls `between(i, n)` between its products, for every i below n.
+    """
+
+    gather: Callable[[int], Body]
+    attend: Callable[[int, Callable[[int, int], None]], None]
+    accumulate: Callable[[int], Body]
+
+
+def _in_series(rows: _Rows, phases: _Phases, interpret: bool) -> None:
+    _for_rows(rows.here, interpret, phases.gather(0))
+    phases.attend(0, lambda i, n: None)
+    _for_rows(rows.here, interpret, phases.accumulate(0))
+
+
+def _overlapped(rows: _Rows, phases: _Phases, interpret: bool, bounds) -> None:
+    """While a tile attends, the next one is gathered into the other buffer, and the one before it accumulated.
+
+    The first tile that meets context, or experts, has none before it with the same queries: it is gathered alone, and
+    what is then accumulated goes to the padding slot, see `_Blocks.rows`. The last one is accumulated alone.
+    """
+    step, last = pl.program_id(1), pl.num_programs(1) - 1
+    for buffer in range(2):  # a copy of the code for each: the addresses in them are then known
+
+        @pl.when(jax.lax.rem(step, 2) == buffer)
+        def _(buffer=buffer):
+            works = (rows.next, phases.gather(1 - buffer)), (rows.before, phases.accumulate(1 - buffer))
+
+            def between(i: int, n: int) -> None:
+                batches = rows.here.shape[-1] // BETWEEN
+                for row_ref, body in works:
+                    if interpret and i == 0:
+                        _for_rows(row_ref, interpret, body)
+                for batch in () if interpret else range(i * batches // n, (i + 1) * batches // n):
+                    for row_ref, body in works:
+                        body(_addresses(row_ref, batch * BETWEEN, BETWEEN), batch * BETWEEN)
+
+            @pl.when(_begins(step, bounds))
+            def _():
+                _for_rows(rows.here, interpret, phases.gather(buffer))
+
+            phases.attend(buffer, between)
+
+            @pl.when((step == last) | _begins(step + 1, bounds))
+            def _():
+                _for_rows(rows.here, interpret, phases.accumulate(buffer))
+
+
+def _staggered(jobs: Sequence, *stages: Callable[[Any, Any], Any], between: Callable[[int, int], None]) -> list:
     """Takes every job through the stages, each a stage behind the job before it, and returns what the last ones gave.
 
     Neighbours are then independent, and the compiler, which mostly keeps the order of the source, finds work for the
     slots that one job's latency leaves empty.
     """
     state: list = [None] * len(jobs)
-    for step in range(len(jobs) + len(stages) - 1):
+    steps = len(jobs) + len(stages) - 1
+    for step in range(steps):
         for depth, stage in enumerate(stages):
             if 0 <= step - depth < len(jobs):
                 state[step - depth] = stage(jobs[step - depth], state[step - depth])
+            between(step * len(stages) + depth, steps * len(stages))
     return state
 
 
@@ -168,78 +238,90 @@ def _stack(rows: list, size: int):
 
 
 def _forward_kernel(
-    resource, bounds, row_ref, bias_ref, visible_ref, query_ref, key_ref, value_ref, sum_in, stats_in, lse_in,  # in
+    resource, bounds, here, after, before, bias_ref, visible_ref, query_ref, key_ref, value_ref,  # in
+    sum_in, stats_in, lse_in,
     sum_ref, stats_ref, pair_lse_ref,  # out
     queries, outputs, stats, decays, copied,  # scratch: the tile's rows
     *, layout: Layout, scale: float, interpret: bool, maximum: Maximum,
 ):  # fmt: skip
-    del resource, bounds, lse_in
+    del resource, lse_in
     group, step, running = pl.program_id(0), pl.program_id(1), maximum == "running"
 
     @pl.when(step == 0)
     def _():
         _copy(copied, (sum_in.at[group], sum_ref.at[0]), (stats_in.at[group], stats_ref.at[0]))
 
-    def gather(rows, first):
-        for j, row in enumerate(rows):
-            queries[_rows(first + j, ROWS, ROWS), :] = query_ref[0, 0, _rows(row), :]
+    def gather(buffer):
+        def body(rows, first):
+            for j, row in enumerate(rows):
+                queries[buffer, _rows(first + j, ROWS, ROWS), :] = query_ref[0, 0, _rows(row), :]
+                if running:
+                    stats[buffer, pl.ds(first + j, 1), :] = stats_ref[0, _token(row), :]
+
+        return body
+
+    def attend(buffer, between):
+        before = stats[buffer].T if running else None
+        seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
+        bias, sums, jobs = bias_ref[0] * LOG2_E, _Sums(outputs.at[buffer], layout), _Job.all_of(layout)
+
+        def score(job, _):
+            query = _own(_load(queries.at[buffer], job, layout), job, layout).astype(key_ref.dtype)
+            return dot(key_ref[0, :, job.lanes(layout)], query, (1, 1))
+
+        def softmax(job, score):
+            columns = job.columns(layout)
+            score = jnp.where(seen[:, columns], score * (scale * LOG2_E) + bias[:, columns], -jnp.inf)
             if running:
-                stats[pl.ds(first + j, 1), :] = stats_ref[0, _token(row), :]
+                top = jnp.maximum(before[job.head : job.head + 1, columns], jnp.max(score, axis=0, keepdims=True))
+                score = score - top
+            weight = jnp.exp2(score)
+            rounded, total = weight.astype(value_ref.dtype), jnp.sum(weight, axis=0, keepdims=True)
+            # A largest weight of 1 is not rounded. Any other is: its output is divided by what it was rounded to.
+            return rounded, total, top if running else jnp.sum(rounded.astype(F32), axis=0, keepdims=True)
 
-    _for_rows(row_ref, interpret, gather)
-    before: Any = stats[...].T if running else None
-    seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
-    bias, sums, jobs = bias_ref[0] * LOG2_E, _Sums(outputs, layout), _Job.all_of(layout)
+        def output(job, state):
+            weight, total, other = state
+            sums.add(job, dot(weight, value_ref[0, :, job.lanes(layout)], (0, 0)))
+            return total, other
 
-    def score(job, _):
-        query = _own(_load(queries, job, layout), job, layout).astype(key_ref.dtype)
-        return dot(key_ref[0, :, job.lanes(layout)], query, (1, 1))
-
-    def softmax(job, score):
-        columns = job.columns(layout)
-        score = jnp.where(seen[:, columns], score * (scale * LOG2_E) + bias[:, columns], -jnp.inf)
+        found = zip(*_staggered(jobs, score, softmax, output, between=between), strict=True)
+        totals, others = (_by_head(jobs, x, layout) for x in found)
+        pair_lse_ref[0, 0] = jnp.log2(jnp.concatenate(totals, axis=0))
         if running:
-            top = jnp.maximum(before[job.head : job.head + 1, columns], jnp.max(score, axis=0, keepdims=True))
-            score = score - top
-        weight = jnp.exp2(score)
-        rounded, total = weight.astype(value_ref.dtype), jnp.sum(weight, axis=0, keepdims=True)
-        # A largest weight of 1 is not rounded. Any other is: its output is divided by what it was rounded to.
-        return rounded, total, top if running else jnp.sum(rounded.astype(F32), axis=0, keepdims=True)
+            pair_lse_ref[0, 0] += jnp.concatenate(others, axis=0)
+            factors = [jnp.exp2(before[h : h + 1] - top) for h, top in enumerate(others)]
+            totals = [before[TOTAL + h : TOTAL + h + 1] * factors[h] + total for h, total in enumerate(totals)]
+            factor = _stack(factors, LANES).T
+            decay = _Sums(decays, layout)
+            for job in jobs:
+                column = factor[job.columns(layout), job.head : job.head + 1]
+                decay.add(job, jnp.broadcast_to(column, (len(column), layout.rows_a_unit * LANES)))
+        stats[buffer] = jnp.concatenate([_stack(others, TOTAL), _stack(totals, LANES - TOTAL)], axis=0).T
 
-    def output(job, state):
-        weight, total, other = state
-        sums.add(job, dot(weight, value_ref[0, :, job.lanes(layout)], (0, 0)))
-        return total, other
+    def accumulate(buffer):
+        def body(rows, first):
+            olds = [(sum_ref[0, _rows(row), :], stats_ref[0, _token(row), :]) for row in rows]
+            news = []
+            for j, (old, total) in enumerate(olds):
+                mine = _rows(first + j, ROWS, ROWS)
+                new, more = outputs[buffer, mine, :], stats[buffer, pl.ds(first + j, 1), :]
+                news.append((old * decays[mine, :] + new, more) if running else (old + new, total + more))
+            for row, (new, total) in zip(rows, news, strict=True):
+                sum_ref[0, _rows(row), :] = new
+                stats_ref[0, _token(row), :] = total
 
-    totals, others = (_by_head(jobs, x, layout) for x in zip(*_staggered(jobs, score, softmax, output), strict=True))
-    pair_lse_ref[0, 0] = jnp.log2(jnp.concatenate(totals, axis=0))
-    if running:
-        pair_lse_ref[0, 0] += jnp.concatenate(others, axis=0)
-        factors = [jnp.exp2(before[h : h + 1] - top) for h, top in enumerate(others)]
-        totals = [before[TOTAL + h : TOTAL + h + 1] * factors[h] + total for h, total in enumerate(totals)]
-        factor = _stack(factors, LANES).T
-        decay = _Sums(decays, layout)
-        for job in jobs:
-            column = factor[job.columns(layout), job.head : job.head + 1]
-            decay.add(job, jnp.broadcast_to(column, (len(column), layout.rows_a_unit * LANES)))
-    stats[...] = jnp.concatenate([_stack(others, TOTAL), _stack(totals, LANES - TOTAL)], axis=0).T
+        return body
 
-    def accumulate(rows, first):
-        mine = [(_rows(first + j, ROWS, ROWS), pl.ds(first + j, 1)) for j in range(len(rows))]
-        olds = [(sum_ref[0, _rows(row), :], stats_ref[0, _token(row), :]) for row in rows]
-        news = [
-            (old * decays[r, :] + outputs[r, :], stats[s, :]) if running else (old + outputs[r, :], total + stats[s, :])
-            for (old, total), (r, s) in zip(olds, mine, strict=True)
-        ]
-        for row, (new, total) in zip(rows, news, strict=True):
-            sum_ref[0, _rows(row), :] = new
-            stats_ref[0, _token(row), :] = total
-
-    _for_rows(row_ref, interpret, accumulate)
+    rows, phases = _Rows(here, after, before), _Phases(gather, attend, accumulate)
+    if running:  # what a tile finds depends on the sums of the one before
+        _in_series(rows, phases, interpret)
+    else:
+        _overlapped(rows, phases, interpret, bounds)
 
 
 def _backward_kernel(
-    resource, bounds, row_ref, bias_ref, visible_ref, packed_ref, stats_ref, key_ref, value_ref,  # in
+    resource, bounds, here, after, before, bias_ref, visible_ref, packed_ref, stats_ref, key_ref, value_ref,  # in
     d_key_in, d_value_in, d_query_in, d_bias_in,
     d_query_ref, d_bias_ref, d_key_ref, d_value_ref,  # out
     packed, outputs, stats, copied,  # scratch
@@ -247,61 +329,68 @@ def _backward_kernel(
 ):  # fmt: skip
     del d_bias_in
     group, step, dtype = pl.program_id(0), pl.program_id(1), key_ref.dtype
-    here = bounds[0] + step
+    tile = bounds[0] + step
 
-    @pl.when((step == 0) | (here == bounds[1]))
+    @pl.when(_begins(step, bounds))
     def _():
         _copy(copied, (d_query_in.at[_phase(step, bounds), group], d_query_ref.at[0, 0]))
 
-    @pl.when((step == 0) | (resource[here] != resource[jnp.maximum(here - 1, 0)]))
+    @pl.when((step == 0) | (resource[tile] != resource[jnp.maximum(tile - 1, 0)]))
     def _():
         d_key_ref[...] = d_key_in[...]
         d_value_ref[...] = d_value_in[...]
 
-    def gather(rows, first):
-        for j, row in enumerate(rows):
-            packed[_rows(first + j, size, size), :] = packed_ref[0, 0, _rows(row, size, size // ROWS), :]
-            stats[pl.ds(first + j, 1), :] = stats_ref[0, _token(row), :]
+    def gather(buffer):
+        def body(rows, first):
+            for j, row in enumerate(rows):
+                token = packed_ref[0, 0, _rows(row, size, size // ROWS), :]
+                packed[buffer, _rows(first + j, size, size), :] = token
+                stats[buffer, pl.ds(first + j, 1), :] = stats_ref[0, _token(row), :]
 
-    _for_rows(row_ref, interpret, gather)
-    statistics, bias, jobs = stats[...].T, bias_ref[0] * LOG2_E, _Job.all_of(layout)
-    seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
-    sums = _Sums(outputs, layout)
+        return body
 
-    def products(job, _):
-        lanes, both = job.lanes(layout), _unpack(packed, job, layout, size)
-        query, d_output = (_own(x, job, layout).astype(dtype) for x in both)
-        score, d_weight = dot(key_ref[0, :, lanes], query, (1, 1)), dot(value_ref[0, :, lanes], d_output, (1, 1))
-        return query, d_output, score, d_weight
+    def attend(buffer, between):
+        seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
+        statistics, bias = stats[buffer].T, bias_ref[0] * LOG2_E
+        sums, jobs = _Sums(outputs.at[buffer], layout), _Job.all_of(layout)
 
-    def softmax(job, state):
-        query, d_output, score, d_weight = state
-        columns = job.columns(layout)
-        lse, delta = (statistics[x + job.head : x + job.head + 1, columns] for x in (0, TOTAL))
-        shift = bias[:, columns] - lse * LOG2_E
-        weight = jnp.where(seen[:, columns], jnp.exp2(score * (scale * LOG2_E) + shift), 0.0)
-        d_score = weight * (d_weight - delta)
-        d_bias = jnp.sum(d_score, axis=0, keepdims=True)
-        return query, d_output, weight.astype(dtype), d_score.astype(dtype), d_bias
+        def products(job, _):
+            lanes, both = job.lanes(layout), _unpack(packed.at[buffer], job, layout, size)
+            query, d_output = (_own(x, job, layout).astype(dtype) for x in both)
+            score, d_weight = dot(key_ref[0, :, lanes], query, (1, 1)), dot(value_ref[0, :, lanes], d_output, (1, 1))
+            return query, d_output, score, d_weight
 
-    def gradients(job, state):
-        query, d_output, weight, d_score, d_bias = state
-        lanes = job.lanes(layout)
-        d_value_ref[0, :, lanes] += dot(weight, d_output, (1, 0))
-        d_key_ref[0, :, lanes] += dot(d_score, query, (1, 0))
-        sums.add(job, dot(d_score, key_ref[0, :, lanes], (0, 0)))
-        return d_bias
+        def softmax(job, state):
+            query, d_output, score, d_weight = state
+            columns = job.columns(layout)
+            lse, delta = (statistics[x + job.head : x + job.head + 1, columns] for x in (0, TOTAL))
+            shift = bias[:, columns] - lse * LOG2_E
+            weight = jnp.where(seen[:, columns], jnp.exp2(score * (scale * LOG2_E) + shift), 0.0)
+            d_score = weight * (d_weight - delta)
+            d_bias = jnp.sum(d_score, axis=0, keepdims=True)
+            return query, d_output, weight.astype(dtype), d_score.astype(dtype), d_bias
 
-    d_bias = _by_head(jobs, _staggered(jobs, products, softmax, gradients), layout)
-    d_bias_ref[0, 0] = functools.reduce(jnp.add, d_bias)
+        def gradients(job, state):
+            query, d_output, weight, d_score, d_bias = state
+            lanes = job.lanes(layout)
+            d_value_ref[0, :, lanes] += dot(weight, d_output, (1, 0))
+            d_key_ref[0, :, lanes] += dot(d_score, query, (1, 0))
+            sums.add(job, dot(d_score, key_ref[0, :, lanes], (0, 0)))
+            return d_bias
 
-    def accumulate(rows, first):
-        olds = [d_query_ref[0, 0, _rows(row), :] for row in rows]
-        news = [old + outputs[_rows(first + j, ROWS, ROWS), :] for j, old in enumerate(olds)]
-        for row, new in zip(rows, news, strict=True):
-            d_query_ref[0, 0, _rows(row), :] = new
+        d_bias = _by_head(jobs, _staggered(jobs, products, softmax, gradients, between=between), layout)
+        d_bias_ref[0, 0] = functools.reduce(jnp.add, d_bias)
 
-    _for_rows(row_ref, interpret, accumulate)
+    def accumulate(buffer):
+        def body(rows, first):
+            olds = [d_query_ref[0, 0, _rows(row), :] for row in rows]
+            news = [old + outputs[buffer, _rows(first + j, ROWS, ROWS), :] for j, old in enumerate(olds)]
+            for row, new in zip(rows, news, strict=True):
+                d_query_ref[0, 0, _rows(row), :] = new
+
+        return body
+
+    _overlapped(_Rows(here, after, before), _Phases(gather, attend, accumulate), interpret, bounds)
 
 
 def _unpack(packed, job: _Job, layout: Layout, size: int):
@@ -317,13 +406,35 @@ def _phase(step, bounds):
     return (bounds[0] + step >= bounds[1]).astype(jnp.int32)  # 0: context, rotated queries; 1: experts
 
 
+def _begins(step, bounds):
+    return (step == 0) | (bounds[0] + step == bounds[1])  # a phase
+
+
 class _Blocks(NamedTuple):
     """Which part of every array a step sees. What stays for many steps has one buffer, or fast memory would not do."""
 
     layout: Layout
+    tiles: int
 
-    def by_tile(self, **memory) -> pl.BlockSpec:
-        return pl.BlockSpec((1, 1, self.layout.tile), lambda g, s, _, bounds: (bounds[0] + s, 0, 0), **memory)
+    def by_tile(self) -> pl.BlockSpec:
+        return pl.BlockSpec((1, 1, self.layout.tile), lambda g, s, _, bounds: (bounds[0] + s, 0, 0))
+
+    def rows(self) -> _Rows:
+        """Of the tiles here, next and before: the last of all tiles, which is empty, where a phase begins."""
+
+        def in_scalar_memory(which: Callable) -> pl.BlockSpec:
+            def index(group, step, _, bounds):
+                return which(step, bounds), 0, 0
+
+            return pl.BlockSpec((1, 1, self.layout.tile), index, memory_space=pltpu.SMEM)
+
+        return _Rows(
+            in_scalar_memory(lambda step, bounds: bounds[0] + step),
+            in_scalar_memory(lambda step, bounds: bounds[0] + jnp.minimum(step + 1, bounds[2] - 1)),
+            in_scalar_memory(
+                lambda step, bounds: jnp.where(_begins(step, bounds), self.tiles - 1, bounds[0] + step - 1)
+            ),
+        )
 
     def by_pair(self, rows: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, 1, rows, self.layout.tile), lambda g, s, _, bounds: (g, bounds[0] + s, 0, 0))
@@ -345,16 +456,17 @@ def _call(
     *, layout: Layout, scale: float, vmem_bytes: int, interpret: bool,
 ):  # fmt: skip
     """`aliases` of `arrays` alone. A resource has `keys`; each score is worth as many `products` of d numbers."""
-    blocks, (resource, *of_tiles) = _Blocks(layout), tiles
-    tile_specs = blocks.by_tile(memory_space=pltpu.SMEM), blocks.by_tile(), blocks.by_tile()
+    blocks = _Blocks(layout, len(tiles.resource))
+    of_tiles = [(spec, tiles.row) for spec in blocks.rows()]
+    of_tiles += [(blocks.by_tile(), x) for x in (tiles.bias, tiles.visible)]
     # Of as many tiles as there may be: how many there are is known at run time only.
     scores = tiles.row.size * keys * layout.groups * layout.heads
     return call(
         functools.partial(kernel, layout=layout, scale=scale, interpret=interpret),
         name,
         (layout.groups, bounds.number),
-        (resource, jnp.stack(bounds)),
-        [*zip(tile_specs, of_tiles, strict=True), *arrays],
+        (tiles.resource, jnp.stack(bounds)),
+        [*of_tiles, *arrays],
         [(block, array.shape, F32) for block, array in results],
         scratch=[*(pltpu.VMEM(*x) for x in scratch), pltpu.SemaphoreType.DMA((2,))],
         aliases={len(of_tiles) + source: to for source, to in aliases.items()},
@@ -387,12 +499,13 @@ def forward(
 
     Statistics are totals, and before them the running maxima in base 2, or totals of the weights as they were rounded.
     """
-    blocks, anywhere = _Blocks(layout), pl.BlockSpec(memory_space=pl.ANY)
-    table, rows = blocks.table(key.shape[1]), ((layout.tile * ROWS, LANES), F32)
+    blocks, anywhere = _Blocks(layout, len(tiles.resource)), pl.BlockSpec(memory_space=pl.ANY)
+    table, running = blocks.table(key.shape[1]), maximum == "running"
     arrays = [(blocks.queries(ROWS), query), (table, key), (table, value)]
     arrays += [(anywhere, sums), (anywhere, stats), (anywhere, pair_lse)]
     results = [(blocks.by_token(ROWS), sums), (blocks.by_token(1), stats), (blocks.by_pair(layout.heads), pair_lse)]
-    scratch = [rows, rows, ((layout.tile, LANES), F32), rows if maximum == "running" else ((ROWS, LANES), F32)]
+    buffers, decays = (1, layout.tile * ROWS) if running else (2, ROWS)
+    scratch = [((buffers, layout.tile * n, LANES), F32) for n in (ROWS, ROWS, 1)] + [((decays, LANES), F32)]
     kernel, given = functools.partial(_forward_kernel, maximum=maximum), (arrays, results, scratch, {5: 2})
     name = {"bounded": "block_sparse_attention_forward", "running": "block_sparse_attention_forward_running"}[maximum]
     return _call(kernel, name, tiles, bounds, *given, key.shape[1], products=2, layout=layout, **options)
@@ -414,12 +527,12 @@ def backward(
     **options: Any,
 ) -> tuple[Float[Array, "2 G V 128"], Float[Array, "G N 1 t"], Float[Array, "R m E"], Float[Array, "R m E"]]:
     """Adds a window's tiles to the gradients of queries, keys and values; writes those of its pairs' biases."""
-    blocks, anywhere = _Blocks(layout), pl.BlockSpec(memory_space=pl.ANY)
+    blocks, anywhere = _Blocks(layout, len(tiles.resource)), pl.BlockSpec(memory_space=pl.ANY)
     table, size = blocks.table(key.shape[1]), packed.shape[2] // layout.slots
     arrays = [(blocks.queries(size), packed), (blocks.by_token(1), stats), (table, key), (table, value)]
     arrays += [(table, d_key), (table, d_value), (anywhere, d_query), (anywhere, d_bias)]
     results = [(blocks.queries(ROWS), d_query), (blocks.by_pair(1), d_bias), (table, d_key), (table, d_value)]
-    scratch = [((layout.tile * n, LANES), kind) for n, kind in ((size, packed.dtype), (ROWS, F32), (1, F32))]
+    scratch = [((2, layout.tile * n, LANES), kind) for n, kind in ((size, packed.dtype), (ROWS, F32), (1, F32))]
     kernel, name = functools.partial(_backward_kernel, size=size), "block_sparse_attention_backward"
     given = arrays, results, scratch, {6: 0, 7: 1, 4: 2, 5: 3}
     return _call(kernel, name, tiles, bounds, *given, key.shape[1], products=5, layout=layout, **options)
