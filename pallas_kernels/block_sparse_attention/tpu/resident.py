@@ -44,12 +44,13 @@ class Path(NamedTuple):
 
     def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
         """From the start's sums on. Scores that are known to stay small need no running maximum."""
+        lanes = [to_lanes(x, self.layout) for x in (inputs.key, inputs.value)]  # once, for both branches and the window
         if inputs.max_score is None:
-            return self._forward_running(inputs, tables, start)
+            return self._forward_running(inputs, lanes, tables, start)
         small = inputs.max_score <= SAFE_SCORE
-        return jax.lax.cond(small, self._forward_bounded, self._forward_running, inputs, tables, start)
+        return jax.lax.cond(small, self._forward_bounded, self._forward_running, inputs, lanes, tables, start)
 
-    def _forward_bounded(self, inputs, tables, start):
+    def _forward_bounded(self, inputs, lanes, tables, start):
         # What a token's sums are divided by, in logarithms: where no |score| exceeds SAFE_SCORE, a weight is at most 1,
         # and the largest one of a head at least exp(-2 SAFE_SCORE) over the keys of the window.
         bias, used = inputs.pairs.bias.astype(jnp.float32), jnp.arange(self.problem.slots) < inputs.pairs.count[:, None]
@@ -57,22 +58,23 @@ class Path(NamedTuple):
         shift = finite(jnp.maximum(most + SAFE_SCORE, start.lse.max(1)))[:, None]
         inputs = inputs._replace(pairs=inputs.pairs._replace(bias=bias - shift))
         total = jnp.exp(start.lse - shift)
-        sums, (rounded, total), pair_lse = self._run_forward("bounded", inputs, tables, start.output, total, total)
+        given = inputs, lanes, tables, start.output, total, total
+        sums, (rounded, total), pair_lse = self._run_forward("bounded", *given)
         return self._divided(sums, rounded, jnp.log(total), shift, pair_lse, tables)
 
-    def _forward_running(self, inputs, tables, start):
+    def _forward_running(self, inputs, lanes, tables, start):
         total = (start.lse > -jnp.inf).astype(jnp.float32)
         top = jnp.maximum(start.lse * LOG2_E, LOWEST)
-        sums, (top, total), pair_lse = self._run_forward("running", inputs, tables, start.output, top, total)
+        given = inputs, lanes, tables, start.output, top, total
+        sums, (top, total), pair_lse = self._run_forward("running", *given)
         return self._divided(sums, total, jnp.log(total) + top / LOG2_E, 0.0, pair_lse, tables)
 
-    def _run_forward(self, maximum: Maximum, inputs: Inputs, tables: Tables, output, first, total):
-        query, query_expert, key, value, pairs, _ = inputs
+    def _run_forward(self, maximum: Maximum, inputs: Inputs, lanes, tables: Tables, output, first, total):
+        (query, query_expert, *_, pairs, _), (key, value) = inputs, lanes
         layout, tiles = self.layout, self._tiles(pairs, tables)
         rows = jnp.stack([layout_lib.to_rows(x.astype(jnp.float32), layout) for x in (query, query_expert)], axis=1)
         sums = layout_lib.to_rows(output * total[..., None], layout)
         stats = layout_lib.to_stats(first, total, layout)
-        key, value = (to_lanes(x, layout) for x in (key, value))
 
         def window(pair_lse, of_window):
             rows, sums, stats, bounds = of_window

@@ -42,9 +42,11 @@ def window_gradients(
     stats = (to_stats(x, layout, all_tokens, fill=0.0) for x in (rest, delta))
     given = _arrays(inputs, window, layout), pad_rows(to_lanes(d_output, layout), all_tokens), *stats
     *d_arrays, d_bias = compiled_or_interpreted(window_kernels.backward, *given, layout=layout, scale=scale)
-    d_query, *d_tables = (from_lanes(x[:tokens], layout, heads, d) for x in d_arrays)
-    # The window is of context chunks, the first rows of the tables.
-    d_key, d_value = (pad_rows(x, shape[0] * shape[1]).reshape(shape) for x in d_tables)
+    d_query, *d_tables = (x[:tokens] for x in d_arrays)
+    # The window is of context chunks, the first rows of the tables. They are padded as they lie: to part the heads
+    # would cost a copy, and who adds to these gradients wants them in lanes again.
+    padded = (pad_rows(x, shape[0] * shape[1]).reshape(*shape[:2], -1) for x in d_tables)
+    d_query, d_key, d_value = (from_lanes(x, layout, heads, d) for x in (d_query, *padded))
     return d_query, d_key, d_value, d_bias.sum((0, 1))[:tokens]
 
 
@@ -76,7 +78,8 @@ def choose_layout(shape: tuple[int, ...], m: int) -> Layout:
 def _arrays(inputs: Inputs, window: Window, layout: Layout) -> Arrays:
     """Segments, queries, and keys and values a row a token: the table as it is, unless its rows end within a tile."""
     length, tokens = len(inputs.query), layout.tiles * layout.tile
-    query, key, value = (to_lanes(x.reshape(-1, *x.shape[-2:]), layout) for x in (inputs.query, *inputs[2:4]))
+    lanes = (to_lanes(x, layout) for x in (inputs.query, *inputs[2:4]))
+    query, key, value = (x.reshape(-1, x.shape[-1]) for x in lanes)
     if tokens > length:
         query, key, value = (pad_rows(x[:length], tokens) for x in (query, key, value))
     return Arrays(pad_rows(window.segment, tokens), query, key, value)
