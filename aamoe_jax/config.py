@@ -479,7 +479,9 @@ class TrainingConfig:
 class MeshConfig:
     """The devices as a mesh of four axes, which all exist, of size 1 where they are not used (`sharding.py`).
 
-    One axis may be -1: all devices that the others leave over.
+    One axis may be -1: all devices that the others leave over. TPUs of several slices are joined by the data center
+    network (DCN): `data` goes over the slices first, so that only gradients cross it, each device's own part of them
+    where `fsdp` divides the parameters.
     """
 
     data: int = 1
@@ -494,8 +496,13 @@ class MeshConfig:
     """Most (token, resource) pairs that one shard of `resource` computes, as a multiple of its even share; pairs past
     it are dropped, those of the last tokens of the device's rows first, and counted (`overflow`). Evaluation drops
     none. None: as many as there can be, so none is ever dropped."""
+    slices: int | None = None
+    """TPU slices. None: as many as the devices say. Devices that know nothing of slices, such as CPUs, are taken in
+    order, host by host."""
 
     def __post_init__(self) -> None:
+        if self.slices is not None and self.slices < 1:
+            refuse(self, "slices", "must be at least 1, or None for as many as there are")
         sizes = (self.data, self.fsdp, self.resource, self.tensor)
         for field, size in zip(("data", "fsdp", "resource", "tensor"), sizes, strict=True):
             if size < 1 and size != -1:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, PartitionSpec
@@ -72,13 +73,59 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """The devices (None: all of all processes) as a mesh with explicit axis types.
 
     Raises:
-      ConfigError: the axes do not multiply to the number of devices.
+      ConfigError: the axes do not multiply to the number of devices, or `data` is not divided over their slices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = mesh_sizes(config, len(devices))
+    slices = devices_of_slices(devices, config.slices)
+    sizes = tuple(sizes_in_slice(mesh_sizes(config, len(devices)), len(slices)).values())
     # An axis of ours may take a part of one of the torus: jax.make_mesh refuses that, and so many meshes.
-    grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
-    return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+    grids = [mesh_utils.create_device_mesh(sizes, part, allow_split_physical_axes=True) for part in slices]
+    return Mesh(np.concatenate(grids), AXES, axis_types=(AxisType.Explicit,) * len(AXES))  # `data` is the first axis
+
+
+def devices_of_slices(devices: Sequence[jax.Device], count: int | None) -> list[list[jax.Device]]:
+    """The devices of every slice.
+
+    Args:
+      count: MeshConfig.slices.
+
+    Raises:
+      ConfigError: they are not so many slices.
+    """
+    if devices[0].platform == "tpu":
+        known = sorted({_slice_of(device) for device in devices})
+        if count not in (None, len(known)):
+            raise ConfigError(
+                f"MeshConfig.slices = {count}: the devices are of {len(known)}: give that, or None for what there is"
+            )
+        return [[device for device in devices if _slice_of(device) == index] for index in known]
+    if count in (None, 1):
+        return [list(devices)]
+    if len(devices) % count:
+        raise ConfigError(f"MeshConfig.slices = {count}: {len(devices)} devices do not make so many equal slices")
+    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+    return np.reshape(np.array(ordered, dtype=object), (count, -1)).tolist()
+
+
+def _slice_of(device: jax.Device) -> int:
+    try:
+        return device.slice_index
+    except AttributeError:  # a topology of one slice, without its hardware
+        return 0
+
+
+def sizes_in_slice(sizes: Mapping[str, int], slices: int) -> dict[str, int]:
+    """The part of a mesh that one slice has.
+
+    Raises:
+      ConfigError: `data` is not divided over the slices.
+    """
+    if sizes["data"] % slices:
+        raise ConfigError(
+            f"MeshConfig.data = {sizes['data']}: must be a multiple of {slices}, the number of slices: other axes send "
+            f"too much to cross between them. Set MeshConfig.data = {slices}, and MeshConfig.fsdp = -1 for the rest"
+        )
+    return {**sizes, "data": sizes["data"] // slices}
 
 
 def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:

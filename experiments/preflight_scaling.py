@@ -48,7 +48,7 @@ def cells(summary: Summary) -> list[str]:
         f"{summary.spent_flops / 1e12:.1f}",
         f"{summary.moved_bytes / 1e9:.0f}",
         *(f"{size / 1e9:.2f}" for size in (sum(part.sent for part in parts), *sent)),
-        *(f"{1e3 * seconds:.1f}" for seconds in summary.limits.values()),
+        *(f"{1e3 * summary.limits[name]:.1f}" for name in ("compute", "HBM", "ICI")),
         f"{1e3 * summary.step_seconds:.1f}",
         f"{summary.mfu(summary.step_seconds):.1%}",
         summary.bound,

@@ -3,6 +3,7 @@
   aamoe compile --gin_file=aamoe_1b.gin --topology=v5p:4x4x4
   aamoe compile --gin_file=aamoe_8b.gin --topology=v5p:8x8x8 --topology=v6e:16x16 --output=preflight_8b
   aamoe compile --gin_file=aamoe_1b.gin --topology=v5p:4x4x4 --save=step.pickle
+  aamoe compile --gin_file=aamoe_1b.gin --topology=2xv5p:4x4x4 --gin_param='MeshConfig.data = 2'
 
 Memory by kind and its biggest buffers, FLOPs, collectives with their bytes and axes, and a step time modelled from the
 chip's limits. The compiler is libtpu's, on any machine: extra `aot`, in an environment of its own (BUILD.md). A step
@@ -35,7 +36,9 @@ EXIT_TOO_BIG = 2
 def define_flags() -> None:
     """The flags of this program. They are defined when it runs, so that importing it adds none to another program."""
     define_experiment_flags()
-    flags.DEFINE_multi_string("topology", None, "A slice such as v5p:8x8x8, v5e:16x16, v6e:16x16, tpu7x:4x4x4.")
+    flags.DEFINE_multi_string(
+        "topology", None, "A slice such as v5p:8x8x8, v5e:16x16, v6e:16x16, tpu7x:4x4x4; 2xv5p:8x8x8 is two."
+    )
     flags.DEFINE_enum("mode", "train", ["train", "eval"], "Which step.")
     flags.DEFINE_enum("depth", "compiled", get_args(Depth), "How far the compiler goes.")
     flags.DEFINE_string("save", None, "Where the compiled executable goes, pickled; for one slice.")

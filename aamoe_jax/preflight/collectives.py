@@ -12,6 +12,8 @@ from aamoe_jax.preflight.hlo import Module, Run
 
 EXCHANGED = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1, "ragged-all-to-all": 1}
 """How often a device sends all parts but its own of the larger side, the operands or the result."""
+SLICES = "slices"
+"""In place of axes: between slices, on the data center network."""
 WHOLE = ("collective-permute", "collective-broadcast")
 """These send all of it."""
 
@@ -56,6 +58,26 @@ def collectives(module: Module, runs: Iterable[Run], axes: dict[str, int]) -> tu
         largest = max(parts, key=lambda part: part[1])
         count, total = sum(run.times for run, _, _ in parts), sum(sent for _, sent, _ in parts)
         joined.append(Collective(kind, names, len(largest[2]), count, total, largest[2], largest[0].instruction.source))
+    return tuple(sorted(joined, key=lambda collective: -collective.sent))
+
+
+def between_slices(runs: Iterable[Run], slices: int) -> tuple[Collective, ...]:
+    """What goes over the network between slices, most bytes first. The compiler reduces or gathers within a slice
+    first, and hands each device's part to the hosts, whose runtime exchanges it with those of the other slices."""
+    found: dict[str, list[tuple[Run, float]]] = {}
+    for run in runs:
+        transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', run.instruction.attributes)
+        if run.instruction.opcode == "send" and transfer is not None:
+            kind = transfer[1].lower().replace("_", "-")
+            (operand, *_) = (run.computation.instructions[name].results for name in run.instruction.operands)
+            share = EXCHANGED.get(kind, 1) * (slices - 1) / (1 if kind == "all-gather" else slices)
+            sent = float(run.times) * sum(shape.bytes for shape in operand) * share
+            found.setdefault(kind, []).append((run, sent))
+    joined = []
+    for kind, parts in found.items():
+        count, total = sum(run.times for run, _ in parts), sum(sent for _, sent in parts)
+        source = max(parts, key=lambda part: part[1])[0].instruction.source
+        joined.append(Collective(kind, (SLICES,), slices, count, total, (), source))
     return tuple(sorted(joined, key=lambda collective: -collective.sent))
 
 

@@ -100,11 +100,13 @@ def compile_step(lowered: jax.stages.Lowered, notes: Path, save: Path | None) ->
 def main() -> int:
     request = json.loads(sys.stdin.read())
     import_again(map(tuple, request["imports"]))
-    config, topology = from_dict(ExperimentConfig, request["config"]), request["topology"]
-    devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    config, piece = from_dict(ExperimentConfig, request["config"]), Slice.parse(request["topology"])
+    asked: dict[str, Any] = {"platform": "tpu", "topology_name": piece.name}
+    asked |= {"num_slices": piece.count} if piece.count > 1 else {}
+    devices = list(topologies.get_topology_desc(**asked).devices)
     start = time.perf_counter()
     try:
-        with chips.assume(Slice.parse(topology).chip):
+        with chips.assume(piece.chip):
             lowered, traced = trace(config, request["mode"], devices)
     except ConfigError as error:
         print(json.dumps({"refused": str(error)}), flush=True)

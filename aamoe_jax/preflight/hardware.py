@@ -3,7 +3,9 @@
 Rates of compute and main memory are those of `pallas_kernels.chips`. Links: Google's system architecture pages of v5e,
 v5p, v6e and TPU7x ("bidirectional inter-chip interconnect bandwidth per chip": 400, 1200, 800, 1200 GB/s), shared by
 the links of a chip (4 in the flat torus of v5e and v6e, 6 in the cubic one of v5p and TPU7x) and the two directions of
-each. Memory: what the compiler says is available to a program (libtpu 0.0.42), less than the chip has.
+each. Memory: what the compiler says is available to a program (libtpu 0.0.42), less than the chip has. Network between
+slices (DCN): the same pages have 50 Gbit/s a chip for v5p, and 6.4 and 25.6 Tbit/s for the 256 chips of a v5e or v6e
+pod; for TPU7x that of v6e is assumed.
 """
 
 from __future__ import annotations
@@ -29,24 +31,28 @@ class Kind(NamedTuple):
 
     memory: float  # bytes for a program
     link: float  # bytes/s in one direction of one link between chips
+    dcn: float  # bytes/s that a chip sends to other slices
     whole_ring: int  # an axis of the slice closes to a ring where its size is a multiple of this
 
 
 KINDS = {
-    "v5e": Kind(15.75 * GIB, 50e9, 16),
-    "v5p": Kind(95.74 * GIB, 100e9, 4),
-    "v6e": Kind(31.25 * GIB, 100e9, 16),
-    "tpu7x": Kind(94.75 * GIB, 100e9, 4),
+    "v5e": Kind(15.75 * GIB, 50e9, 3.125e9, 16),
+    "v5p": Kind(95.74 * GIB, 100e9, 6.25e9, 4),
+    "v6e": Kind(31.25 * GIB, 100e9, 12.5e9, 16),
+    "tpu7x": Kind(94.75 * GIB, 100e9, 12.5e9, 4),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """The devices of a topology such as `v5p:8x8x8`."""
+    """The devices of a topology such as `v5p:8x8x8`; or of several such slices, `2xv5p:8x8x8`."""
 
     topology: str
     chip: str
     sizes: tuple[int, ...]
+    """Of one slice."""
+    count: int
+    """Slices."""
 
     @classmethod
     def parse(cls, topology: str) -> Slice:
@@ -55,10 +61,18 @@ class Slice:
         Raises:
           ConfigError: it is no topology of a chip in the table.
         """
-        match = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", topology)
-        if match is None or match[1] not in KINDS:
-            raise ConfigError(f"topology {topology!r}: expected such as v5p:8x8x8, of one of {', '.join(KINDS)}")
-        return cls(topology, match[1], tuple(int(size) for size in match[2].split("x")))
+        match = re.fullmatch(r"(?:([1-9]\d*)x)?(\w+):(\d+(?:x\d+){1,2})", topology)
+        if match is None or match[2] not in KINDS:
+            raise ConfigError(
+                f"topology {topology!r}: expected such as v5p:8x8x8, of one of {', '.join(KINDS)}, or 2xv5p:8x8x8 for "
+                "two slices"
+            )
+        return cls(topology, match[2], tuple(int(size) for size in match[3].split("x")), int(match[1] or 1))
+
+    @property
+    def name(self) -> str:
+        """Of one slice, as the TPU compiler calls it."""
+        return f"{self.chip}:{'x'.join(map(str, self.sizes))}"
 
     @property
     def kind(self) -> Kind:
@@ -66,7 +80,7 @@ class Slice:
 
     @property
     def chips(self) -> int:
-        return int(np.prod(self.sizes))
+        return self.count * int(np.prod(self.sizes))
 
     @property
     def devices_per_chip(self) -> int:

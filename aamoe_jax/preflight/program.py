@@ -101,10 +101,11 @@ def summarize(
     held = buffers.assignment(module, assigned, live)
     devices = len(traced.places)
     kernels = kernel_work(config, piece, traced.mesh["tensor"], traced.tokens / devices, mode, done.kernels)
-    network = tuple(
-        Network(part, part.sent / piece.group_bandwidth([traced.places[index] for index in part.members]))
-        for part in collectives.collectives(module, runs, traced.mesh)
-    )
+    within = collectives.collectives(module, runs, traced.mesh)
+    speeds = [piece.group_bandwidth([traced.places[index] for index in part.members]) for part in within]
+    network = [Network(part, part.sent / speed) for part, speed in zip(within, speeds, strict=True)]
+    across = collectives.between_slices(runs, piece.count)
+    network += [Network(part, 0.0, part.sent * piece.devices_per_chip / piece.kind.dcn) for part in across]
     return Summary(
         topology=piece.topology,
         mode=mode,
@@ -130,6 +131,6 @@ def summarize(
         kernel_seconds=kernels.seconds,
         moved_bytes=done.bytes + done.kernel_bytes,
         kernels=done.kernels,
-        network=network,
+        network=tuple(network),
         compile_seconds=seconds,
     )

@@ -17,8 +17,8 @@ MODEL_NOTE = (
     "where all overlap, `step` where nothing does; MFU, tokens and days go by `step`, the second MFU by `best`. Sorts, "
     "gathers and vector work are in no limit."
 )
-OVERVIEW = ["topology", "chips", "mesh d f r t", "memory GiB", "of", "compute ms", "HBM ms", "ICI ms", "best ms"]
-OVERVIEW += ["step ms", "MFU", "at best", "tokens/s/chip", "days/10¹²", "bound"]
+OVERVIEW = ["topology", "chips", "mesh d f r t", "memory GiB", "of", "compute ms", "HBM ms", "ICI ms", "DCN ms"]
+OVERVIEW += ["best ms", "step ms", "MFU", "at best", "tokens/s/chip", "days/10¹²", "bound"]
 PASSES = (("rematted_computation", "recomputed"), ("transpose(jvp", "backward"), ("jvp(", "forward"))
 
 
@@ -33,7 +33,7 @@ def overview_row(summary: Summary) -> list[str]:
     mesh = " ".join(str(size) for size in summary.mesh.values())
     start = [summary.topology, f"{summary.chips:.0f}", mesh, *memory]
     if not summary.fits:
-        return [*start, *[""] * 9, "too big"]
+        return [*start, *[""] * 10, "too big"]
     times = (*summary.limits.values(), summary.best_seconds, summary.step_seconds)
     return [
         *start,
@@ -75,10 +75,11 @@ def _collectives(summary: Summary) -> str:
             f"{part.collective.count}",
             f"{part.collective.sent / GIB:.3f}",
             f"{1e3 * part.seconds:.2f}",
+            f"{1e3 * part.dcn_seconds:.2f}",
         ]
         for part in summary.network
     ]
-    return table(["collective", "axes", "devices", "per step", "GiB sent", "modelled ms"], rows)
+    return table(["collective", "axes", "devices", "per step", "GiB sent", "ICI ms", "DCN ms"], rows)
 
 
 def _flops(summary: Summary) -> str:

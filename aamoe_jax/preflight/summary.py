@@ -42,6 +42,9 @@ class Network:
 
     collective: Collective
     seconds: float
+    """On the links of a slice."""
+    dcn_seconds: float = 0.0
+    """On the network between slices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Summary:
             "compute": self.pass_flops / device.flops + self.kernel_seconds,
             "HBM": self.moved_bytes / device.bandwidth,
             "ICI": sum(part.seconds for part in self.network),
+            "DCN": sum(part.dcn_seconds for part in self.network),
         }
 
     @property
@@ -148,7 +152,8 @@ class Summary:
 def _revived(hint: Any, value: Any) -> Any:
     """What JSON has made of a value of this type: dataclasses have become dicts, and tuples lists."""
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return hint(**{name: _revived(inner, value[name]) for name, inner in typing.get_type_hints(hint).items()})
+        hints = typing.get_type_hints(hint)
+        return hint(**{name: _revived(inner, value[name]) for name, inner in hints.items() if name in value})
     if typing.get_origin(hint) is tuple:
         return tuple(_revived(typing.get_args(hint)[0], item) for item in value)
     return value

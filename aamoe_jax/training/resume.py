@@ -44,6 +44,7 @@ FREE_FIELDS = frozenset(
         "MeshConfig.resource",
         "MeshConfig.tensor",
         "MeshConfig.pair_bound",
+        "MeshConfig.slices",
     }
 )
 """Fields that may change on resume: they cannot change what the steps are meant to compute."""

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         job = _job(words)
         script = cluster.run(job, ()) if action == "run" else cluster.health(job)
         if action == "run":
-            check.check(job, cluster.devices)
+            check.check(job, cluster.devices, cluster.slices)
     else:
         by_name = {"logs": cluster.logs, "status": cluster.status, "stop": cluster.stop}
         script = by_name[action](check_name(flags.FLAGS.name))

@@ -12,16 +12,17 @@ from absl import flags
 
 from aamoe_jax.config import ConfigError
 from aamoe_jax.extensions import import_mixers
-from aamoe_jax.sharding import mesh_sizes, require_divisible
+from aamoe_jax.sharding import mesh_sizes, require_divisible, sizes_in_slice
 from launch import program
 from launch.cluster.job import Job
 
 
-def check(job: Job, devices: int) -> None:
+def check(job: Job, devices: int, slices: int) -> None:
     """Parses the flags of the program, and reads its experiment if it takes one and all of its files are here.
 
     Raises:
-      ConfigError: a flag, a file, a field or the mesh does not fit; as the program would say on so many JAX devices.
+      ConfigError: a flag, a file, a field or the mesh does not fit; as the program would say on so many JAX devices of
+        so many slices.
     """
     with _flags_of(job.program):
         try:
@@ -40,7 +41,11 @@ def check(job: Job, devices: int) -> None:
         for name in imports:
             import_mixers(name)
         experiment = program.experiment_from_flags()
-        require_divisible(experiment, mesh_sizes(experiment.mesh, devices))
+        sizes = mesh_sizes(experiment.mesh, devices)
+        require_divisible(experiment, sizes)
+        sizes_in_slice(sizes, slices)
+        if experiment.mesh.slices not in (None, slices):
+            raise ConfigError(f"MeshConfig.slices = {experiment.mesh.slices}: the cluster gives {slices}; see --slices")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""GKE: a JobSet with one pod on every host of a TPU slice."""
+"""GKE: a JobSet with one pod on every host of one TPU slice, or of several that the data center network joins."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ Action = Literal["run", "health"]
 TPU = "google.com/tpu"
 SAVING = 600
 """Seconds between SIGTERM and SIGKILL. A spot node leaves less, whatever this says."""
-PORTS = {"tpu": 8471, "jax": 8482}
-"""Of the TPU runtime, and of the coordinator of jax.distributed on TPUs (jax/_src/clusters/cloud_tpu_cluster.py)."""
+PORTS = {"tpu": 8471, "jax": 8482, "megascale": 8080}
+"""Of the TPU runtime, of the coordinator of jax.distributed on TPUs (jax/_src/clusters/cloud_tpu_cluster.py), and of
+what joins slices. GKE tells the pods of a JobSet which slice they are (MEGASCALE_SLICE_ID and the like)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Gke:
-    """One TPU slice of a GKE cluster."""
+    """TPU slices of a GKE cluster."""
 
     project: Annotated[str, "Google Cloud project; `gcloud projects list` shows yours."]
     location: Annotated[str, "Region or zone of the cluster; `gcloud container clusters list` shows it."]
@@ -32,6 +33,7 @@ class Gke:
     volume_claim: Annotated[str, "PersistentVolumeClaim (ReadWriteMany) of the run folder's file system."]
     mount: Annotated[str, "Where the pods see it."] = "/mnt/shared"
     topology: Annotated[str | None, "Shape of the slice, such as 8x8x8; the usual one if not given."] = None
+    slices: Annotated[int, "Slices of this accelerator, joined by the data center network (MeshConfig.slices)."] = 1
     capacity: Annotated[Literal["on_demand", "spot", "reserved"], "How nodes are paid for."] = "on_demand"
     node_pool: Annotated[str | None, "Node pool; any that fits if not given."] = None
     namespace: Annotated[str, "Kubernetes namespace."] = "default"
@@ -42,11 +44,15 @@ class Gke:
         require_one_line(self)
         if not self.mount.startswith("/"):
             refuse(self, "mount", "must begin with /")
+        if self.slices < 1:
+            refuse(self, "slices", "must be at least 1")
+        if self.slices > 1 and self.node_pool is not None:
+            refuse(self, "node_pool", f"one node pool is one slice, and --slices={self.slices}: leave it out")
         accelerators.parse(self.accelerator, self.topology)
 
     @property
     def slice(self) -> accelerators.Slice:
-        """The hosts and chips."""
+        """The hosts and chips of one."""
         return accelerators.parse(self.accelerator, self.topology)
 
     @property
@@ -55,7 +61,7 @@ class Gke:
 
     @property
     def devices(self) -> int:
-        return self.slice.devices
+        return self.slices * self.slice.devices
 
     def run(self, job: Job, avoided: Sequence[str]) -> str:
         return self._script(job.name, self.manifest(job, avoided), jobset.WAIT)
@@ -78,7 +84,7 @@ class Gke:
             "metadata": {
                 "name": job.name,
                 "namespace": self.namespace,
-                # All pods on one node pool, which is one slice, and no other job's beside them.
+                # The pods of a replica on one node pool, which is one slice, and no other job's beside them.
                 "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": jobset.POOL},
             },
             "spec": {
@@ -87,7 +93,7 @@ class Gke:
                 "replicatedJobs": [
                     {
                         "name": "slice",
-                        "replicas": 1,
+                        "replicas": self.slices,
                         "template": {
                             "spec": {
                                 "parallelism": hosts,
@@ -129,7 +135,7 @@ class Gke:
             pod["affinity"] = {"nodeAffinity": required}
         if action == "health":
             return pod | {"containers": [probe]}
-        trainer = self._container(job, "main", job.command(self.slice.hosts))
+        trainer = self._container(job, "main", job.command(self.slices * self.slice.hosts))
         return pod | {"initContainers": [probe], "containers": [trainer]}
 
     def _container(self, job: Job, name: str, command: list[str]) -> dict[str, Any]:

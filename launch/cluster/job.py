@@ -111,6 +111,11 @@ class Cluster(Protocol):
         """`jax.device_count()` of the job."""
         ...
 
+    @property
+    def slices(self) -> int:
+        """How many TPU slices these are."""
+        ...
+
     def run(self, job: Job, avoided: Sequence[str]) -> str:
         """A script that probes every host, runs the job to its end and exits with the job's exit code.
 

@@ -30,6 +30,7 @@ class TpuVm:
     runtime_version: Annotated[str | None, "Software of the TPU VMs; that of the generation if not given."] = None
     setup: Annotated[str, "Bash that every host runs before the probe: mounts the run folder, installs."] = ":"
 
+    slices: ClassVar[int] = 1
     supervised: ClassVar[frozenset[Retry]] = frozenset({Retry.ALWAYS, Retry.LIMITED, Retry.ELSEWHERE})
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from launch.cluster import accelerators, exits, jobset, shell
 from launch.cluster.exits import Retry
 from launch.cluster.gke import SAVING
-from launch.cluster.job import Job, require_one_line
+from launch.cluster.job import Job, refuse, require_one_line
 
 OWN_RESTARTS = (42, *range(127, 256))
 """Codes that xpk restarts without being asked (`xpk workload create --help`, 1.16)."""
@@ -17,7 +17,7 @@ OWN_RESTARTS = (42, *range(127, 256))
 
 @dataclasses.dataclass(frozen=True)
 class Xpk:
-    """One TPU slice of a cluster made by `xpk cluster create`."""
+    """TPU slices of a cluster made by `xpk cluster create`."""
 
     project: Annotated[str, "Google Cloud project; `gcloud projects list` shows yours."]
     zone: Annotated[str, "Zone, such as us-east5-a."]
@@ -25,6 +25,7 @@ class Xpk:
     accelerator: Annotated[str, "Accelerator, such as v5p-1024 or v5litepod-256."]
     image: Annotated[str, "Container image that holds Python and this repository."]
     storage: Annotated[str, "Storage that `xpk storage create` or `attach` named, with the run folder on it."]
+    slices: Annotated[int, "Slices of this accelerator, joined by the data center network (MeshConfig.slices)."] = 1
     # By default the region of the zone, where xpk makes its clusters.
     location: Annotated[str | None, "Region or zone of the cluster; `gcloud container clusters list` shows it."] = None
 
@@ -33,11 +34,13 @@ class Xpk:
 
     def __post_init__(self) -> None:
         require_one_line(self)
+        if self.slices < 1:
+            refuse(self, "slices", "must be at least 1")
         accelerators.parse(self.accelerator)
 
     @property
     def slice(self) -> accelerators.Slice:
-        """The hosts and chips. xpk puts 4 chips on a host where others would put all 8 of a slice."""
+        """The hosts and chips of one. xpk puts 4 chips on a host where others would put all 8 of a slice."""
         found = accelerators.parse(self.accelerator)
         return dataclasses.replace(found, generation=dataclasses.replace(found.generation, whole=4))
 
@@ -48,12 +51,12 @@ class Xpk:
 
     @property
     def devices(self) -> int:
-        return self.slice.devices
+        return self.slices * self.slice.devices
 
     def run(self, job: Job, avoided: Sequence[str]) -> str:
         """The probe and the job are one command, so the exit code of either is the container's."""
         # `exec`: xpk passes SIGTERM to the shell that runs this, which by then is Python.
-        command = f"{self._probe(job)} && exec {shell.words(*job.command(self.slice.hosts))}"
+        command = f"{self._probe(job)} && exec {shell.words(*job.command(self.slices * self.slice.hosts))}"
         return self._create(job, command, jobset.WAIT)
 
     def health(self, job: Job) -> str:
@@ -69,6 +72,7 @@ class Xpk:
             *("xpk", "workload", "create"),
             *self._place(job.name),
             f"--tpu-type={self.accelerator}",
+            f"--num-slices={self.slices}",
             f"--docker-image={self.image}",
             f"--storage={self.storage}",
             f"--max-restarts={job.max_retries}",

@@ -11,6 +11,8 @@ import pickle
 import pytest
 
 from aamoe_jax.config import ConfigError, MeshConfig, TrainingConfig
+from aamoe_jax.preflight.collectives import SLICES
+from aamoe_jax.preflight.hardware import Slice
 from aamoe_jax.preflight.program import compile_apart
 from aamoe_jax.preflight.report import too_big
 from tests.preflight import golden
@@ -52,6 +54,17 @@ def test_an_executable_is_kept(tmp_path):
     assert summary.compiler_flops > 0
     payload, _, _ = pickle.loads((tmp_path / "step").read_bytes())
     assert len(payload) > summary.memory.code / 2
+
+
+def test_only_gradients_cross_the_network_between_slices():
+    """Of two slices, after they have been reduced over all rows of a slice; and scalars: norms and counts."""
+    summary = compile_apart(golden.experiment(MeshConfig(data=4, fsdp=8)), "2xv5e:4x4", "train", "placed")
+    assert summary.devices == summary.chips == 32
+    (across,) = (part for part in summary.network if part.dcn_seconds > 0)
+    assert (across.collective.kind, across.collective.axes, across.seconds) == ("all-reduce", (SLICES,), 0)
+    # Float32; 8 devices divide the parameters, 2 in a slice have the same part; of it each sends what the other lacks.
+    assert across.collective.sent == pytest.approx(4 * summary.parameters / 8 / 2, rel=0.1)
+    assert summary.limits["DCN"] == pytest.approx(across.collective.sent / Slice.parse(summary.topology).kind.dcn)
 
 
 def test_a_mesh_that_does_not_make_the_slice_is_refused():

@@ -154,6 +154,26 @@ class TestCollectives:
         assert gather.sent == LAYERS * 1024 * 1024 * 2 * 3 / 4
         assert gather.source.endswith("all_gather")
 
+    def test_what_goes_between_slices_is_sent_by_hosts(self):
+        handler = 'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
+        lines = [
+            f"%{name} = ({shape}, u32[], token[]) send(%{operand}, %t), is_host_transfer=true, {handler}"
+            f'_xla_megascale_transfer_type="{kind}"}}'
+            for name, shape, operand, kind in (
+                ("a", "f32[8,128]", "p", "ALL_REDUCE"),
+                ("b", "f32[8,128]", "p", "ALL_REDUCE"),
+                ("c", "bf16[64]", "q", "ALL_GATHER"),
+            )
+        ]
+        parameters = ["%p = f32[8,128] parameter(0)", "%q = bf16[64] parameter(1)", "%t = token[] after-all()"]
+        body = "\n  ".join([*parameters, *lines, "ROOT %r = f32[8,128] copy(%p)"])
+        module = hlo.parse(f"HloModule x\n\nENTRY %main (p: f32[8,128], q: bf16[64]) -> f32[8,128] {{\n  {body}\n}}\n")
+        reduced, gathered = collectives.between_slices(list(hlo.runs(module)), 4)
+        assert (reduced.kind, reduced.axes, reduced.group, reduced.count) == ("all-reduce", ("slices",), 4, 2)
+        assert reduced.sent == 2 * 2 * 3 / 4 * 4 * 8 * 128
+        assert (gathered.kind, gathered.count, gathered.sent) == ("all-gather", 1, 3 * 2 * 64)
+        assert collectives.collectives(module, hlo.runs(module), {"data": 8}) == ()
+
     def test_those_of_a_compiled_program_run_along_the_axes_that_it_names(self, texts):
         for sizes, text in texts.items():
             axes = dict(zip(programs.AXES, map(int, sizes.split()), strict=True))

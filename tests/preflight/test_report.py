@@ -39,8 +39,11 @@ class TestHardware:
         assert (piece.chip, piece.chips, piece.devices_per_chip) == ("v5p", 512, 1)
         assert Slice.parse("tpu7x:4x4x4").devices_per_chip == 2
         assert piece.device.flops == 459e12  # a device of v5p is both cores of a chip
+        assert (piece.name, piece.count) == ("v5p:8x8x8", 1)
+        two = Slice.parse("2xv5p:8x8x8")
+        assert (two.name, two.count, two.chips) == ("v5p:8x8x8", 2, 1024)
 
-    @pytest.mark.parametrize("name", ["v9:2x2", "v5p", "v5p:8x", "v5e:0"])
+    @pytest.mark.parametrize("name", ["v9:2x2", "v5p", "v5p:8x", "v5e:0", "0xv5p:8x8x8", "x2v5p:8x8x8"])
     def test_other_names_are_refused(self, name):
         with pytest.raises(ConfigError, match="expected such as v5p:8x8x8"):
             Slice.parse(name)
@@ -124,6 +127,7 @@ class TestSummary:
             "compute": pytest.approx(110e12 / 459e12 + 0.1),
             "HBM": pytest.approx(246e9 / 2.46e12),
             "ICI": 0.05,
+            "DCN": 0.0,
         }
         assert (SUMMARY.bound, SUMMARY.best_seconds) == ("compute", limits["compute"])
         assert SUMMARY.step_seconds == pytest.approx(sum(limits.values()))
@@ -150,7 +154,7 @@ class TestTables:
         text = report.details(SUMMARY)
         assert "forward: dynamic_update_slice" in text
         assert "state.params.blocks.query" in text
-        assert "| all-gather | fsdp | 32      | 12       | 9.313    | 50.00       |" in text
+        assert "| all-gather | fsdp | 32      | 12       | 9.313    | 50.00  | 0.00   |" in text
 
 
 class TestTooBig:

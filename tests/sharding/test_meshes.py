@@ -62,6 +62,10 @@ class TestEveryMesh:
         assert_same(rows)
 
 
+def test_slices_are_a_mesh_too(tmp_path):
+    assert_same(on_meshes(tmp_path, ["2x2x2x1", "4x1x1x2"], "MeshConfig.slices = 2"))
+
+
 STACKS = {
     "row budgets": ("aamoe+mixture_of_depths",),
     "beside dense mixers": (

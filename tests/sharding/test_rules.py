@@ -97,11 +97,90 @@ class TestMesh:
             ({"data": 0}, "MeshConfig.data = 0: must be at least 1, or -1"),
             ({"data": -1}, "MeshConfig.data = -1: only one axis can take"),
             ({"pair_bound": 0.5}, "MeshConfig.pair_bound = 0.5: must be at least 1"),
+            ({"slices": 0}, "MeshConfig.slices = 0: must be at least 1, or None"),
         ],
     )
     def test_sizes_that_make_no_sense(self, fields, message):
         with pytest.raises(ConfigError, match=message):
             MeshConfig(**fields)
+
+
+class Fake:
+    """Passes for a device where types are checked."""
+
+    @property
+    def __class__(self) -> type:
+        return jax.Device
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeTpu(Fake):
+    """A v5p of several slices of 2x2x4 chips."""
+
+    id: int
+    slice_index: int
+    coords: tuple[int, int, int]
+    process_index: int = 0
+    core_on_chip: int = 0
+    platform: str = "tpu"
+    device_kind: str = "TPU v5"
+
+
+def fake_slices(count: int) -> list[FakeTpu]:
+    """Of 16 chips each, in no order."""
+    places = [(index, x, y, z) for z in range(4) for x in range(2) for index in range(count) for y in range(2)]
+    return [FakeTpu(number, index, tuple(place)) for number, (index, *place) in enumerate(places)]
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeCpu(Fake):
+    id: int
+    process_index: int
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+
+
+class TestSlices:
+    @pytest.mark.parametrize(("data", "slices"), [(2, None), (4, 2), (-1, None)])
+    def test_data_goes_over_them_first(self, data, slices):
+        fsdp = 4 if data == -1 else -1
+        mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=2, slices=slices), fake_slices(2))
+        assert mesh.devices.size == 32
+        assert mesh.shape["tensor"] == 2
+        first, second = np.split(mesh.devices, 2)
+        assert {device.slice_index for device in first.flat} == {0}
+        assert {device.slice_index for device in second.flat} == {1}
+
+    def test_within_a_slice_the_mesh_is_that_of_a_slice(self):
+        config = MeshConfig(data=2, fsdp=4, tensor=4)
+        alone = make_mesh(dataclasses.replace(config, data=1), [d for d in fake_slices(2) if d.slice_index == 1])
+        np.testing.assert_array_equal(make_mesh(config, fake_slices(2)).devices[1:], alone.devices)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            (
+                {"fsdp": 32},
+                "MeshConfig.data = 1: must be a multiple of 2, the number of slices: .* MeshConfig.data = 2",
+            ),
+            ({"data": 4, "slices": 4}, "MeshConfig.slices = 4: the devices are of 2: give that, or None"),
+            ({"data": 2, "slices": 1}, "MeshConfig.slices = 1: the devices are of 2"),
+        ],
+    )
+    def test_what_does_not_fit_them_is_refused(self, fields, message):
+        with pytest.raises(ConfigError, match=message):
+            make_mesh(MeshConfig(**fields), fake_slices(2))
+
+    def test_one_slice_is_not_two(self):
+        with pytest.raises(ConfigError, match=r"MeshConfig.slices = 2: the devices are of 1"):
+            make_mesh(MeshConfig(data=2, slices=2), fake_slices(1))
+
+    def test_devices_without_slices_are_taken_host_by_host(self):
+        devices = [FakeCpu(number, process) for number, process in zip(range(8), [3, 2, 1, 0, 3, 2, 1, 0], strict=True)]
+        mesh = make_mesh(MeshConfig(data=2, slices=2), devices)
+        assert [[d.process_index for d in part.flat] for part in mesh.devices] == [[0, 0, 1, 1], [2, 2, 3, 3]]
+        with pytest.raises(ConfigError, match=r"MeshConfig.slices = 3: 8 devices do not make so many equal slices"):
+            make_mesh(MeshConfig(data=-1, fsdp=1, slices=3), devices)
 
 
 class TestDivisible:

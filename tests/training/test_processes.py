@@ -140,6 +140,14 @@ class TestStopping:
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
+def test_two_slices_of_two_hosts_each_train_to_the_same_bits(place):
+    """Processes stand for hosts: CPUs know nothing of slices."""
+    params = "MeshConfig.data = 2", "MeshConfig.slices = 2"
+    for name, layout in (("slices", Layout(4, 1)), ("slices_alone", Layout(1, 4))):
+        place.run(name, layout, *params)
+    assert last_fingerprints(place.folder / "slices") == last_fingerprints(place.folder / "slices_alone")
+
+
 class TestLosses:
     @pytest.mark.parametrize("victim", [0, 1])
     def test_when_one_is_killed_the_other_ends_within_a_minute(self, place, victim):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import jsonschema
 import kubernetes_validate
@@ -10,14 +11,17 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set_spec import JobsetV1alpha2JobSetSpec
 
+from aamoe_jax.config import ConfigError
 from tests.launch.cluster.cases import CLUSTERS, JOB
 from tests.launch.cluster.test_scripts import batch_scripts
 
 GKE = CLUSTERS["gke"]
+TWO = dataclasses.replace(GKE, slices=2)
 MANIFESTS = {
     "run": GKE.manifest(JOB, ()),
     "elsewhere": GKE.manifest(JOB, ("pool-1", "pool-2")),
     "health": GKE.manifest(JOB, (), "health"),
+    "two slices": TWO.manifest(JOB, ()),
 }
 
 
@@ -52,6 +56,28 @@ def pod_job(manifest: dict) -> dict:
     """The Job that JobSet makes of a manifest."""
     spec = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "mine"}, "spec": spec}
+
+
+def test_several_slices_are_replicas_of_one_job():
+    (one,), (two,) = (MANIFESTS[name]["spec"]["replicatedJobs"] for name in ("run", "two slices"))
+    assert (one["replicas"], two["replicas"]) == (1, 2)
+    assert one["template"] == two["template"]  # hosts of one slice; 64 hosts are several processes already
+    assert (GKE.devices, TWO.devices) == (256, 512)
+    small = dataclasses.replace(TWO, accelerator="v5litepod-8").manifest(JOB, ())
+    (container,) = pod_job(small)["spec"]["template"]["spec"]["containers"]
+    assert "--distributed=auto" in container["command"]  # each slice is one host
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"slices": 0}, "--slices = 0: must be at least 1"),
+        ({"slices": 2, "node_pool": "mine"}, "--node_pool = 'mine': one node pool is one slice"),
+    ],
+)
+def test_slices_that_cannot_be(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(GKE, **fields)
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS.values(), ids=MANIFESTS)

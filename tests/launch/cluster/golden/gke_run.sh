@@ -110,6 +110,8 @@ spec:
                 containerPort: 8471
               - name: jax
                 containerPort: 8482
+              - name: megascale
+                containerPort: 8080
               resources:
                 requests:
                   google.com/tpu: '4'
@@ -142,6 +144,8 @@ spec:
                 containerPort: 8471
               - name: jax
                 containerPort: 8482
+              - name: megascale
+                containerPort: 8080
               resources:
                 requests:
                   google.com/tpu: '4'

@@ -120,6 +120,8 @@ spec:
                 containerPort: 8471
               - name: jax
                 containerPort: 8482
+              - name: megascale
+                containerPort: 8080
               resources:
                 requests:
                   google.com/tpu: '4'
@@ -152,6 +154,8 @@ spec:
                 containerPort: 8471
               - name: jax
                 containerPort: 8482
+              - name: megascale
+                containerPort: 8080
               resources:
                 requests:
                   google.com/tpu: '4'

@@ -19,6 +19,7 @@ else
   --cluster=pods \
   --workload=mine \
   --tpu-type=v6e-8 \
+  --num-slices=1 \
   --docker-image=gcr.io/p/i \
   --storage=shared \
   --max-restarts=3 \
