@@ -1,5 +1,5 @@
 # Two commands: `make train` and `make test`. Both install into .venv first, from setup.cfg and constraints.txt alone.
-# `make test-distributed` runs the tests that take several devices or processes, which `make test` leaves out.
+# `make test-distributed` runs whole models on meshes and in several processes, which `make test` leaves out.
 # `make test-aot` compiles the kernels for absent TPUs and GPUs, with their own compilers, in an environment of its own.
 # `make docs` builds the documentation site into site/, in an environment of its own too.
 
@@ -61,4 +61,4 @@ lint: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-aot .venv-docs site build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot .venv-docs site build *.egg-info pallas_kernels/build pallas_kernels/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from aamoe_jax.config import ConfigError, ExperimentConfig, MeshConfig, ModelConfig
@@ -69,8 +69,10 @@ class ShardingRules:
 RULES = ShardingRules()
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The devices (None: all of all processes) as a mesh with explicit axis types.
+def make_mesh(
+    config: MeshConfig, devices: Sequence[jax.Device] | None = None, axis_type: AxisType = AxisType.Explicit
+) -> Mesh:
+    """The devices (None: all of all processes) as a mesh.
 
     Raises:
       ConfigError: the axes do not multiply to the number of devices, or `data` is not divided over their slices.
@@ -80,7 +82,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     sizes = tuple(sizes_in_slice(mesh_sizes(config, len(devices)), len(slices)).values())
     # An axis of ours may take a part of one of the torus: jax.make_mesh refuses that, and so many meshes.
     grids = [mesh_utils.create_device_mesh(sizes, part, allow_split_physical_axes=True) for part in slices]
-    return Mesh(np.concatenate(grids), AXES, axis_types=(AxisType.Explicit,) * len(AXES))  # `data` is the first axis
+    return Mesh(np.concatenate(grids), AXES, axis_types=(axis_type,) * len(AXES))  # `data` is the first axis
 
 
 def devices_of_slices(devices: Sequence[jax.Device], count: int | None) -> list[list[jax.Device]]:
@@ -188,11 +190,18 @@ def require_divisible(config: ExperimentConfig, size: Mapping[str, int]) -> None
     for name, value, divisor, what in wanted:
         if value % divisor:
             raise ConfigError(f"{name} = {value}: must be divisible by {divisor}, the mesh's {what}")
-    _require_storable(config.model, size)
+    require_storable(config.model, size)
 
 
-def _require_storable(config: ModelConfig, size: Mapping[str, int]) -> None:
-    """Refuses parameters with a dimension that the axes it lies on do not divide."""
+def require_storable(config: ModelConfig, size: Mapping[str, int]) -> None:
+    """Refuses parameters with a dimension that the axes it lies on do not divide.
+
+    Args:
+      size: of every axis.
+
+    Raises:
+      ConfigError: of the first such parameter.
+    """
     shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))))
     specs = jax.tree_util.tree_leaves(parameter_specs(config))
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(shapes), specs, strict=True):
@@ -205,3 +214,13 @@ def _require_storable(config: ModelConfig, size: Mapping[str, int]) -> None:
                     f"MeshConfig.{axes[0]} = {parts}: parameter {name} of shape {leaf.shape} cannot be divided into "
                     f"{parts} along its {length}; take a smaller {axes[0]} axis"
                 )
+
+
+def on_host(tree: Any) -> Any:
+    """Arrays of all processes, whole, as NumPy arrays. Every process asks for the same, in the same order."""
+
+    def whole(x: Any) -> np.ndarray:
+        elsewhere = isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True) if elsewhere else x)
+
+    return jax.tree.map(whole, tree)

@@ -48,7 +48,7 @@ CONFIG = ModelConfig(
         budget=BudgetConfig(beta=8.0, importance="bounded"),
     ),
 )
-"""The sizes at which kernels are tabled, with the layer of aamoe.gin."""
+"""The sizes at which kernels are tabled, with the layer of aamoe.gin, and K_max = 32: so many slots are sorted."""
 LAYERS = {"aamoe": ("aamoe",), "dense": ("attention", "feed_forward")}
 KERNELS = ("block_sparse_attention", "gathered_", "dense_attention", "splash")
 """What a `pallas_call` of attention is named like: left out."""
@@ -58,6 +58,8 @@ FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after
 """Operations that take no time."""
 BESIDE = re.compile(r"-(start|update|done)$")
 """Ends of operations that run beside others."""
+SLICES = ("dynamic-slice", "gather", "slice")
+"""Operations that read no more than they write."""
 PRODUCTS = "products"
 PLACES = {
     "window": ("tpu/window.py", "tpu/window_kernels.py"),
@@ -72,7 +74,7 @@ PLACES = {
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
-_SHAPE = re.compile(r"([a-z]+)(\d+)\w*\[([\d,]*)\](\{[^}]*\})?")
+_SHAPE = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*\})?")
 
 
 class Operation(NamedTuple):
@@ -185,9 +187,9 @@ def trips(condition: list[Operation]) -> int:
 def hbm_bytes(shape: str) -> int:
     """Of the arrays that are in HBM: S(1) is VMEM."""
     total = 0.0
-    for kind, bits, dims, layout in _SHAPE.findall(shape):
-        if "S(" not in layout and kind not in ("token", "opaque"):
-            total += int(bits) / 8 * float(np.prod([int(n) for n in dims.split(",") if n] or [1]))
+    for bits, dims, layout in _SHAPE.findall(shape):
+        if "S(" not in layout:
+            total += int(bits or 8) / 8 * float(np.prod([int(n) for n in dims.split(",") if n] or [1]))
     return int(total)
 
 
@@ -202,10 +204,15 @@ def costs_of(program: Program, folder: Path) -> list[Cost]:
         return schedule.whole_cycles(path.read_text(encoding="utf-8")) if path else 0
 
     def moved(operation: Operation) -> int:
-        sliced = _SLICING.search(" ".join(op.opcode for op in program.computations.get(_called(operation), ())))
-        output = hbm_bytes(operation.shape)
+        inside = program.computations.get(_called(operation)) or [operation]
+        written = hbm_bytes(operation.shape)
         read = [hbm_bytes(shapes.get(name, "")) for name in operation.operands]
-        return output + sum(min(size, output) if sliced or operation.opcode in _SLICES else size for size in read)
+        if inside[-1].opcode == "dynamic-update-slice" and written in read:  # in place: a part of the array is written
+            read.remove(written)
+            written = min(written, hbm_bytes(shapes[inside[-1].operands[1]]))
+        elif any(op.opcode in SLICES for op in inside):
+            read = [min(size, written) for size in read]
+        return written + sum(read)
 
     def part(operation: Operation) -> str:
         for begins, name in OTHER_KERNELS.items() if operation.opcode == "custom-call" else ():
@@ -224,10 +231,6 @@ def costs_of(program: Program, folder: Path) -> list[Cost]:
 
     found = executed(program, lambda operation: 0 if is_kernel(operation) else cycles(operation.name))
     return [Cost(part(op), cycles(op.name), moved(op), times) for op, times in found if not is_kernel(op)]
-
-
-_SLICES = ("dynamic-slice", "gather", "slice", "dynamic-update-slice")
-_SLICING = re.compile(r"\b(dynamic-slice|gather|slice)\b")
 
 
 def _called(operation: Operation) -> str:
@@ -276,9 +279,9 @@ def report(record: dict[str, Any]) -> str:
         "# One layer on TPUs, as compiled",
         f"Nanoseconds a token, forward and backward, of all but the attention kernels: AA-MoE (D = {CONFIG.d_model}, "
         f"H = {CONFIG.num_heads}, m = {layer.chunk_size}, E = {layer.num_experts}, beta = {layer.budget.beta:g}, "
-        "pooled router, convolution of queries and keys), and dense attention with a feed-forward of width "
-        f"{4 * CONFIG.d_model}; one row, bfloat16. Modelled from the compiler's listings and not measured: bundles "
-        "times trips at the chip's clock, or bytes at HBM's bandwidth. `tables` is what lies around the kernel of "
+        f"K_max = {layer.max_resources}, pooled router, convolution of queries and keys), and dense attention with a "
+        f"feed-forward of width {4 * CONFIG.d_model}; one row, bfloat16. Modelled from the compiler's "
+        "listings and not measured: bundles times trips at the chip's clock, or bytes at HBM's bandwidth. `tables` is what lies around the kernel of "
         "chosen resources. Experts are prepared once for all rows: the shorter the one row, the more a token pays.",
         plain_table(["chip", "layer", "L", "all", *names], "llr" + "r" * (len(names) + 1), rows),
         measure.closing(record["command"], record["versions"]),

@@ -2,24 +2,31 @@
 
     python -m benchmarks.layer_model --output=experiments/results/layer_model.json
 
-Modelled nanoseconds a token of one layer, forward and backward, on one core. Nothing was measured. All but the
-attention kernels is what the TPU compilers made of both layers (`benchmarks.compiled_layer`); the kernels are their own
-schedule (`benchmarks.tpu_schedule`) times CALIBRATION, AA-MoE's over the fill of its tiles besides, and what it moves
-in and out of fast memory around a window of tokens is added in full: nothing runs beside that. The layers are not of
-equal quality: `beta` resources of m keys or neurons a token stand beside all earlier tokens and 4 D neurons.
+Modelled nanoseconds a token of one layer and one row, forward and backward, on one core. Nothing was measured. Most of
+it is what the TPU compilers made of both layers (`benchmarks.compiled_layer`); splash attention and the kernel of
+chosen resources are their own schedule (`benchmarks.tpu_schedule`) times CALIBRATION, the latter over the fill of its
+tiles besides, and what it moves in and out of fast memory around a window of tokens is added in full: nothing runs
+beside that. The layers are not of equal quality: `beta` resources of m keys or neurons a token, the first of them its
+local window, stand beside all earlier tokens and 4 D neurons.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax.numpy as jnp
 from absl import flags
 
+from aamoe_jax.aamoe.budget import UNBOUNDED, most_pairs
 from benchmarks import measure
 from benchmarks.compiled_layer import CONFIG
 from experiments.program import command_line, plain_table, publish, start
+from pallas_kernels import chips
+from pallas_kernels.block_sparse_attention.tpu import resident
+from pallas_kernels.block_sparse_attention.tpu.layout import Layout
+from pallas_kernels.block_sparse_attention.types import Problem
 from pallas_kernels.chips import TPUS, Chip
 
 FLAGS = flags.FLAGS
@@ -28,10 +35,6 @@ RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 CALIBRATION = 1.35
 """What a chip takes over what its schedule says: an assumption, from one kernel. Splash attention's forward pass was
 measured at 257 TFLOP/s on a tpu7x core (8192 tokens, d = 128) by its authors; schedules of it say 1.35 to 1.4 times."""
-FILL = 0.8
-"""Share of a tile's rows that are pairs, at best: budgets leave slots unused, groups end inside a tile."""
-WINDOW = {"v5e": 8192, "v5p": 4096, "v6e": 8192, "tpu7x": 4096}
-"""Tokens whose queries and sums stay in VMEM; keys and values are read again for each window."""
 GROUPS = {
     "products": ("products",),
     "tables": ("tables",),
@@ -42,22 +45,17 @@ GROUPS = {
 
 WIDTH, HEADS, D_HEAD = CONFIG.d_model, CONFIG.num_heads, CONFIG.head_dim
 M, EXPERTS, BETA = CONFIG.aamoe.chunk_size, CONFIG.aamoe.num_experts, CONFIG.betas[0]
+PAIRS = BETA - 1
+"""Routed resources of a token: the first that it buys is its local window, which has a kernel of its own."""
 
 
-class Attention(NamedTuple):
-    """Modelled nanoseconds a pair, both passes, of a kernel with this tile."""
-
-    tile: int
-    issue: float
-
-
-def attention(rows: list[dict[str, Any]], chip: str, kernel: str) -> list[Attention]:
-    """One entry per tile for which both passes are in the table."""
+def attention(rows: list[dict[str, Any]], chip: str, kernel: str) -> dict[int, float]:
+    """Modelled nanoseconds a pair, both passes, by tile: of those for which both passes are in the table."""
     sums: dict[int, list[float]] = {}
     for row in rows:
         if (row["chip"], row["kernel"], row["m"], row["d"], row["heads"]) == (chip, kernel, M, D_HEAD, HEADS):
             sums.setdefault(row["tile"], []).append(row["issue_nanoseconds"])
-    return [Attention(tile, sum(both)) for tile, both in sums.items() if len(both) == 2]
+    return {tile: sum(both) for tile, both in sums.items() if len(both) == 2}
 
 
 def movement(chip: Chip, moved: float) -> float:
@@ -65,27 +63,40 @@ def movement(chip: Chip, moved: float) -> float:
     return 1e9 * moved / chip.bandwidth
 
 
+def layout_of(chip: str, length: int) -> Layout:
+    """The tiles and windows of one row."""
+    chunks = length // M
+    slots = min(CONFIG.aamoe.max_resources or UNBOUNDED, chunks + EXPERTS)
+    most = most_pairs("prefix", 1, length, slots, BETA, CONFIG.aamoe)
+    problem = Problem(
+        length, HEADS, D_HEAD, chunks + EXPERTS, M, slots, jnp.dtype(CONFIG.dtype), chunks, most, D_HEAD**-0.5
+    )
+    with chips.assume(chip):
+        return resident.plan(problem).layout
+
+
 def fill(tile: int, pairs: float, resources: float) -> float:
     """Of the tiles of one window, its pairs spread evenly: every resource leaves half a tile empty on average."""
     rows = pairs / resources
-    return min(FILL, rows / (rows + tile / 2))
+    return rows / (rows + tile / 2)
 
 
-def routed(chip: str, length: int, kernels: list[Attention]) -> float:
-    """Attention over the chosen pairs, with the best tile: issue or the keys and values from HBM, and after that what
-    comes and goes around a window.
-
-    A window holds several short rows, or sees half of the chunks before it in a long one, and its own.
+def routed(chip: str, length: int, kernel: dict[int, float]) -> float | None:
+    """Attention over the chosen pairs: issue or the keys and values from HBM, and after that what comes and goes around
+    a window. A window sees half of the chunks before it, and its own. None: the tile of such a row is not tabled.
     """
-    window = WINDOW[chip]
-    resources = EXPERTS + max(window, (length + window) / 2) / M
-    issue = min(kernel.issue / fill(kernel.tile, BETA * window, resources) for kernel in kernels)
+    layout = layout_of(chip, length)
+    if layout.tile not in kernel:
+        return None
+    window = length / layout.windows
+    resources = EXPERTS + (length + window) / 2 / M
+    issue = kernel[layout.tile] / fill(layout.tile, PAIRS * window, resources)
     # bfloat16 keys and values in both passes; their float32 gradients are read and written.
     table = resources * M * WIDTH * (2 * 4 + 2 * 8)
     # Float32 queries in, sums in and out; packed queries and gradients in, gradients of queries in and out. There are
     # two kinds of query.
     rows = WIDTH * (2 * 4 + 2 * 4 + 2 * 4 + 2 * 2 * 4)
-    return max(BETA * CALIBRATION * issue, movement(TPUS[chip], table / window)) + movement(TPUS[chip], rows)
+    return max(PAIRS * CALIBRATION * issue, movement(TPUS[chip], table / window)) + movement(TPUS[chip], rows)
 
 
 def grouped(parts: dict[str, float]) -> dict[str, float]:
@@ -94,16 +105,18 @@ def grouped(parts: dict[str, float]) -> dict[str, float]:
     return groups | {"rest": sum(parts.values()) - sum(groups.values())}
 
 
-def model(schedule: dict[str, Any], compiled: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per chip and length for which both layers were compiled and both kernels are tabled."""
-    parts = {(row["chip"], row["length"], row["layer"]): row["parts"] for row in compiled["rows"]}
+def model(schedule: list[dict[str, Any]], compiled: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per chip and length for which both layers were compiled and both kernels are tabled. Splash attention
+    takes the best tile."""
+    parts = {(row["chip"], row["length"], row["layer"]): row["parts"] for row in compiled}
     rows = []
     for chip, length, layer in parts:
-        kernels = {name: attention(schedule["rows"], chip, name) for name in ("resident", "splash")}
-        if layer != "aamoe" or (chip, length, "dense") not in parts or not all(kernels.values()):
+        resident_kernel, splash = (attention(schedule, chip, name) for name in ("resident", "splash"))
+        chosen = routed(chip, length, resident_kernel)
+        if layer != "aamoe" or (chip, length, "dense") not in parts or chosen is None or not splash:
             continue
-        ours = grouped(parts[chip, length, "aamoe"]) | {"attention": routed(chip, length, kernels["resident"])}
-        issue = min(kernel.issue for kernel in kernels["splash"])
+        ours = grouped(parts[chip, length, "aamoe"]) | {"attention": chosen}
+        issue = min(splash.values())
         theirs = grouped(parts[chip, length, "dense"]) | {"attention": CALIBRATION * issue * length / M / 2}
         speed_up = sum(theirs.values()) / sum(ours.values())
         rows.append({"chip": chip, "length": length, "aamoe": ours, "dense": theirs, "speed_up": speed_up})
@@ -121,31 +134,33 @@ def report(record: dict[str, Any]) -> str:
     parts = [
         "# One layer on TPUs, modelled",
         f"Nanoseconds a token, forward and backward, on one core: AA-MoE (D = {WIDTH}, H = {HEADS}, m = {M}, E = "
-        f"{EXPERTS}, beta = {BETA:g}) against dense flash attention and a feed-forward of width {4 * WIDTH}. Modelled "
-        "from what the compilers made of both layers, not measured: attention kernels by their schedules times "
-        f"{CALIBRATION:g}, with tiles filled to {FILL:g} at most and copies around a window added in full; everything "
-        "else by its listing, or at HBM's bandwidth. `tables` is what surrounds the kernel of chosen resources, "
-        "`choice` router, selection and budget. The two layers are not of equal quality.",
+        f"{EXPERTS}, beta = {BETA:g}, K_max = {CONFIG.aamoe.max_resources}) against dense flash attention and a "
+        f"feed-forward of width {4 * WIDTH}. Modelled from what the compilers made of both layers and one row, not "
+        "measured: splash attention and the kernel of chosen resources by their schedules times "
+        f"{CALIBRATION:g}, the latter with its tiles as full as pairs that are spread evenly make them, and copies "
+        "around a window added in full; everything else by its listing, or at HBM's bandwidth. `tables` is what "
+        "surrounds the kernel of chosen resources, `choice` router, selection and budget. The two layers are not of "
+        "equal quality.",
         plain_table(heads, "l" + "r" * (len(heads) - 1), rows),
-        measure.closing(record["command"], f"From: `{record['schedule']}` and `{record['compiled']}`"),
+        measure.closing(record["command"], f"From: {', '.join(f'`{command}`' for command in record['from'])}"),
     ]
     return "\n\n".join(parts)
 
 
 def define_flags() -> None:
     """The flags of this program."""
-    flags.DEFINE_string("schedule", str(RESULTS / "tpu_schedule.json"), "The table of benchmarks.tpu_schedule.")
+    tables = [str(RESULTS / f"tpu_schedule{name}.json") for name in ("", "_tiles")]
+    flags.DEFINE_list("schedule", tables, "Tables of benchmarks.tpu_schedule.")
     flags.DEFINE_string("compiled", str(RESULTS / "compiled_layer.json"), "The table of benchmarks.compiled_layer.")
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
 
 
 def main() -> None:
-    schedule, compiled = (json.loads(Path(path).read_text()) for path in (FLAGS.schedule, FLAGS.compiled))
+    *schedules, compiled = (json.loads(Path(path).read_text()) for path in (*FLAGS.schedule, FLAGS.compiled))
     record = {
         "command": command_line("benchmarks.layer_model"),
-        "schedule": schedule["command"],
-        "compiled": compiled["command"],
-        "rows": model(schedule, compiled),
+        "from": [found["command"] for found in (*schedules, compiled)],
+        "rows": model([row for found in schedules for row in found["rows"]], compiled["rows"]),
     }
     publish(record, report(record), FLAGS.output)
 

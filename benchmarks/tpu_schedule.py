@@ -87,6 +87,7 @@ HEADLINE = Shape(128, 128, 8, 512)
 SHAPES = {
     "headline": HEADLINE,
     "short": Shape(128, 128, 8, 256),
+    "shortest": Shape(128, 128, 8, 128),
     "long": Shape(256, 128, 8, 512),
     "wide": Shape(256, 256, 4, 512),
     "longest": Shape(512, 128, 8, 512),
@@ -94,7 +95,7 @@ SHAPES = {
     "narrow": Shape(128, 64, 16, 512),
     "double": Shape(128, 128, 16, 512),
 }
-"""`short` tiles, `long` resources, `wide` heads, `longest` and `small` resources, `narrow` heads, `double` width."""
+"""`short` and `shortest` tiles, `long`, `longest` and `small` resources, `wide` and `narrow` heads, `double` width."""
 COSTS = Path(block_sparse_attention.__file__).parent / "tpu" / "costs.json"
 
 
@@ -107,11 +108,12 @@ def _arrays(programs: Iterable[aot.Compiled]) -> int:
 
 
 def resident(direction: Direction, maximum: Literal["bounded", "running"] = "bounded") -> Kernel:
-    """Queries and sums of all tokens in VMEM. The case: 64 tiles, 32 resources, 8 pairs a token; arrays move once."""
+    """Queries and sums of all tokens in VMEM. The case: 64 tiles, 32 resources, 8 pairs a token, or 16 where m leaves
+    room for half of the tokens; arrays move once."""
     case = f"{direction}_running" if maximum == "running" else direction
 
     def parts(shape: Shape) -> list[Part]:
-        options = _sizes(shape, case) | {"tokens": 8 * shape.tile}
+        options = _sizes(shape, case) | {"tokens": (8 if shape.m < 512 else 4) * shape.tile}
         call = f"block_sparse_attention_{case}"
         return [Part(f"{CASES}.chip_cases:kernel", options, call, shape.tile / max(1, shape.width // GROUP))]
 

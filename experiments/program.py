@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import os
-import platform
 import re
 import shlex
 import sys
@@ -72,25 +69,15 @@ def keep_compiled_programs() -> None:
     be empty) or that there is none (JAX_ENABLE_COMPILATION_CACHE=false)."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
-    folder = compiled_programs()
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "aamoe_jax", "compiled")
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # then they are compiled anew every time
+    except (OSError, RuntimeError):  # there is no home: they are compiled anew every time
         return
     if os.access(folder, os.W_OK):
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_compilation_cache_max_size", COMPILED_BYTES)
-
-
-def compiled_programs() -> Path:
-    """The folder for compiled programs, one for every kind of CPU: they use its instructions, and a home folder may be
-    shared by machines."""
-    cpu = platform.processor()
-    with contextlib.suppress(OSError):  # Linux has more to say
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu += "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "aamoe_jax" / "compiled" / hashlib.sha256(cpu.encode()).hexdigest()[:12]
+        if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
+            jax.config.update("jax_compilation_cache_max_size", COMPILED_BYTES)
 
 
 def _parse_flags(argv: list[str]) -> list[str]:

@@ -16,7 +16,6 @@ from aamoe_jax.data import load_tokenizer
 from aamoe_jax.evaluation.choices import accuracies, log_probabilities, read_items
 from aamoe_jax.evaluation.perplexity import causal_budget
 from aamoe_jax.model import structure
-from aamoe_jax.training.checkpoints import load_checkpoint
 from launch import program
 
 FLAGS = flags.FLAGS
@@ -25,6 +24,7 @@ FLAGS = flags.FLAGS
 def define_flags() -> None:
     """The flags of this program."""
     program.define_import_flag()
+    program.define_mesh_flags()
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_enum("which", "latest", ["latest", "best"], "Of a run: the newest, or that of the best validation.")
     flags.DEFINE_string("items", None, "File with one question per line, as JSON.", required=True)
@@ -35,7 +35,7 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     program.refuse_arguments(argv)
     items = read_items(FLAGS.items)
-    checkpoint = load_checkpoint(FLAGS.checkpoint, FLAGS.which)
+    checkpoint = program.load_on_mesh(FLAGS.checkpoint, FLAGS.which)
     config = checkpoint.config
     budget = causal_budget(config.model)
     log_p = log_probabilities(
@@ -65,4 +65,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    program.run(main)
+    program.run_on_mesh(main)

@@ -3,7 +3,7 @@
   aamoe compile --gin_file=aamoe_1b.gin --topology=v5p:4x4x4
   aamoe compile --gin_file=aamoe_8b.gin --topology=v5p:8x8x8 --topology=v6e:16x16 --output=preflight_8b
   aamoe compile --gin_file=aamoe_1b.gin --topology=v5p:4x4x4 --save=step.pickle
-  aamoe compile --gin_file=aamoe_1b.gin --topology=2xv5p:4x4x4 --gin_param='MeshConfig.data = 2'
+  aamoe compile --gin_file=aamoe_1b.gin --topology=2xv5p:4x4x4 --gin_param='TrainingConfig.batch_size = 128'
 
 Memory by kind and its biggest buffers, FLOPs, collectives with their bytes and axes, and a step time modelled from the
 chip's limits. The compiler is libtpu's, on any machine: extra `aot`, in an environment of its own (BUILD.md). A step
@@ -41,7 +41,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_enum("mode", "train", ["train", "eval"], "Which step.")
     flags.DEFINE_enum("depth", "compiled", get_args(Depth), "How far the compiler goes.")
-    flags.DEFINE_string("save", None, "Where the compiled executable goes, pickled; for one slice.")
+    flags.DEFINE_string("save", None, "Where the compiled executable goes, pickled; with one --topology.")
     flags.DEFINE_string("output", None, "Stem of a .md and a .json file with all of it.")
     flags.mark_flag_as_required("topology")
 
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     values, config = flags.FLAGS, experiment_from_flags()
     slices = [Slice.parse(topology) for topology in values.topology]
     if values.save is not None and len(slices) > 1:
-        raise ConfigError(f"--save={values.save} takes one slice: there are {len(slices)} --topology")
+        raise ConfigError(f"--save={values.save} takes one --topology: there are {len(slices)}")
     if values.save is not None and values.depth != "compiled":
         raise ConfigError(f"--save={values.save} needs --depth=compiled")
     save = None if values.save is None else Path(values.save)

@@ -12,7 +12,7 @@ folder; of a sweep also a picture. Beside every figure stands what a probe of ca
 from __future__ import annotations
 
 import dataclasses
-import sys
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from aamoe_jax.evaluation.perplexity import (
 from aamoe_jax.evaluation.sweeps import BUDGET_SCALES, LENGTH_FACTORS, budget_sweep, held_out, length_sweep
 from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.model import Skipped, structure
-from aamoe_jax.shards import AXES
 from aamoe_jax.training.checkpoints import Checkpoint, library_versions, load_checkpoint
 from aamoe_jax.training.state import Placement, place
 from launch import program
@@ -84,12 +83,7 @@ def define_flags() -> None:
         "max_batches", None, "Only the text of the first so many batches: a quick look.", lower_bound=1
     )
     flags.DEFINE_integer("batch_size", 8, "Rows per forward pass.", lower_bound=1)
-    flags.DEFINE_string(
-        "mesh",
-        None,
-        "Sizes of the axes data x fsdp x resource x tensor, such as 1x4x2x1: the devices that the model is divided "
-        "over. One device if not given.",
-    )
+    program.define_mesh_flags()
     flags.DEFINE_string("data_dir", None, "Where prepared datasets lie; the run's folder if not given.")
     flags.DEFINE_string("output", None, "JSON file to write; inside the run folder if not given.")
 
@@ -149,14 +143,15 @@ def sweep_points() -> tuple[float, ...]:
         raise ConfigError(f"--sweep_points={','.join(FLAGS.sweep_points)}: {wanted}") from error
 
 
-def placement_of(config: ExperimentConfig) -> Placement:
-    """The mesh of --mesh."""
-    sizes = FLAGS.mesh.split("x")
-    if len(sizes) != len(AXES) or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise ConfigError(f"--mesh={FLAGS.mesh}: wanted four sizes, {' x '.join(AXES)}, such as 1x4x2x1")
-    if FLAGS.sweep != "none":
-        raise ConfigError(f"--mesh={FLAGS.mesh}: --sweep={FLAGS.sweep} runs on one device")
-    mesh = MeshConfig(*map(int, sizes))  # without a bound on pairs: a measurement drops nothing
+def load() -> Checkpoint:
+    """The checkpoint, on one device or the mesh. Rows of a sweep have many lengths, which no mesh divides evenly."""
+    if FLAGS.sweep != "none" or (mesh := program.mesh()) is None:
+        return program.load_on_mesh(FLAGS.checkpoint, FLAGS.which)
+    return load_checkpoint(FLAGS.checkpoint, FLAGS.which, functools.partial(placement_on, mesh))
+
+
+def placement_on(mesh: MeshConfig, config: ExperimentConfig) -> Placement:
+    """Of rows of training on a mesh without a bound on pairs: a measurement drops nothing."""
     rows = dataclasses.replace(config.training, batch_size=FLAGS.batch_size, accumulate=1)
     return place(dataclasses.replace(config, mesh=mesh, training=rows))
 
@@ -173,7 +168,8 @@ def evaluate_dataset(checkpoint: Checkpoint, data: DataConfig, name: str) -> Rec
     model = checkpoint.config.model
     shown = asked_budgets(model)
     trained_on_row = "predictor" in budget_modes(model)
-    placement = placement_of(checkpoint.config) if FLAGS.mesh else None
+    mesh = program.mesh()
+    placement = placement_on(mesh, checkpoint.config) if mesh else None
     found = {
         budget: evaluate(
             checkpoint,
@@ -268,7 +264,7 @@ def output_path(step: int) -> Path:
 def write(record: Record, output: Path) -> None:
     """The JSON, and one picture per dataset of a sweep."""
     program.write(output, report.as_json(record))
-    if FLAGS.sweep == "none":
+    if FLAGS.sweep == "none" or not program.is_first():
         return
     draw = sweep_pictures.budget_sweep if FLAGS.sweep == "budget" else sweep_pictures.length_sweep
     for result in record["results"]:
@@ -284,7 +280,7 @@ def main(argv: list[str]) -> None:
     if FLAGS.sweep_points and FLAGS.sweep == "none":
         given = ",".join(FLAGS.sweep_points)
         raise ConfigError(f"--sweep_points={given}: give --sweep=budget or --sweep=length with it")
-    checkpoint = load_checkpoint(FLAGS.checkpoint, FLAGS.which, placement_of if FLAGS.mesh else None)
+    checkpoint = load()
     model, data = checkpoint.config.model, program.data_config(checkpoint.config, FLAGS.data_dir)
     measure = evaluate_dataset if FLAGS.sweep == "none" else sweep_dataset
     results = [measure(checkpoint, data, name) for name in FLAGS.datasets or [name for name, _ in data.mixture]]
@@ -295,7 +291,8 @@ def main(argv: list[str]) -> None:
     print(tables(results))
     exact = model.dtype == "float32" and jax.default_backend() == "cpu"
     warnings = report.causality_warnings((item for result in results for item in measured(result)), exact=exact)
-    print("\n".join(warnings), end="\n" if warnings else "", file=sys.stderr)
+    for warning in warnings:
+        program.warn(warning)
     record = {
         "command": program.command_line("launch.evaluate"),
         "checkpoint": FLAGS.checkpoint,
@@ -313,4 +310,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    program.run(main)
+    program.run_on_mesh(main)

@@ -20,7 +20,6 @@ from aamoe_jax.config import ConfigError
 from aamoe_jax.evaluation.perplexity import require_budget_scale
 from aamoe_jax.generation.generate import DEFAULT_SAMPLING, stream_text
 from aamoe_jax.generation.sampling import Sampling
-from aamoe_jax.training.checkpoints import load_checkpoint
 from launch import program
 
 FLAGS = flags.FLAGS
@@ -29,6 +28,7 @@ FLAGS = flags.FLAGS
 def define_flags() -> None:
     """The flags of this program."""
     program.define_import_flag()
+    program.define_mesh_flags()
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_enum("which", "latest", ["latest", "best"], "Of a run: the newest, or that of the best validation.")
     flags.DEFINE_multi_string("prompt", [], "Text to continue. Repeat it to continue several together.")
@@ -59,6 +59,8 @@ def read_prompts() -> list[bytes]:
     """The prompts of --prompt and --prompt_file, as bytes: they need not be UTF-8."""
     prompts = [os.fsencode(prompt) for prompt in FLAGS.prompt]
     for name in FLAGS.prompt_file:
+        if name == "-" and FLAGS.distributed:
+            raise ConfigError("--prompt_file=-: several processes have no common input; give a file that all can read")
         if name != "-" and not Path(name).is_file():
             raise ConfigError(f"--prompt_file={name}: there is no such file")
         prompts.append(sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes())
@@ -78,7 +80,7 @@ def main(argv: list[str]) -> None:
     sampling = Sampling(FLAGS.temperature, FLAGS.top_k, FLAGS.top_p)
     prompts = read_prompts()
     pieces = stream_text(
-        load_checkpoint(FLAGS.checkpoint, which=FLAGS.which),
+        program.load_on_mesh(FLAGS.checkpoint, FLAGS.which),
         prompts,
         new_tokens=FLAGS.tokens,
         sampling=sampling,
@@ -103,4 +105,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    program.run(main)
+    program.run_on_mesh(main)

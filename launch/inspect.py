@@ -25,7 +25,7 @@ from aamoe_jax.analysis.inspection_page import page_data, render
 from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.data import evaluation_batches, load_tokenizer
 from aamoe_jax.evaluation.perplexity import causal_budget, require_budget_scale
-from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
+from aamoe_jax.training.checkpoints import Checkpoint
 from launch import program
 
 FLAGS = flags.FLAGS
@@ -34,6 +34,7 @@ FLAGS = flags.FLAGS
 def define_flags() -> None:
     """The flags of this program."""
     program.define_import_flag()
+    program.define_mesh_flags()
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_string("text", None, "File that holds the passage; - reads standard input.")
     flags.DEFINE_bool("copies", False, "Measure repeated against new tokens of a held-out split instead.")
@@ -57,6 +58,8 @@ def define_flags() -> None:
 
 def read_text(name: str) -> bytes:
     """The bytes of a file, or of standard input."""
+    if name == "-" and FLAGS.distributed:
+        raise ConfigError("--text=-: several processes have no common input; give a file that all can read")
     try:
         text = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
@@ -92,7 +95,7 @@ def read_passage(config: ExperimentConfig) -> tuple[Int[np.ndarray, "L"], list[s
     if len(tokens) > config.data.seq_len:
         notes.append(f"Longer than the rows of training, which had {config.data.seq_len} tokens.")
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        program.warn(f"note: {note}")
     return tokens, notes
 
 
@@ -191,7 +194,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError("give either --text=FILE, which writes a page, or --copies, which measures a held-out split")
     if FLAGS.maps and (FLAGS.copies or FLAGS.budget_scale != 1):
         raise ConfigError("--maps: give --text=FILE with it, and neither --copies nor --budget_scale")
-    checkpoint = load_checkpoint(FLAGS.checkpoint)
+    checkpoint = program.load_on_mesh(FLAGS.checkpoint)
     if FLAGS.maps:
         tokens, _ = read_passage(checkpoint.config)
         found = indicators.attention_maps(checkpoint.config.model, checkpoint.params, tokens)
@@ -211,4 +214,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    program.run(main)
+    program.run_on_mesh(main)

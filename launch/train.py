@@ -42,7 +42,14 @@ from aamoe_jax.training.loop import DivergedError, Result, train
 from aamoe_jax.training.metrics import read_metrics
 from aamoe_jax.training.profile import ProfileWindow
 from experiments.binding import operative_gin
-from launch.program import define_experiment_flags, experiment_from_flags, refuse_arguments, run, shorten
+from launch.program import (
+    define_distributed_flag,
+    define_experiment_flags,
+    experiment_from_flags,
+    refuse_arguments,
+    run,
+    shorten,
+)
 
 EXIT_REFUSED = 1
 EXIT_DIVERGED = 3
@@ -75,12 +82,7 @@ def define_flags() -> None:
         "Begin again at step 0 if the run folder has lost its checkpoints; else that is refused.",
     )
     flags.DEFINE_string("profile", None, "START:STOP: a profiler trace of these steps, into the run folder.")
-    flags.DEFINE_string(
-        "distributed",
-        None,
-        "This process is one of several: auto (TPU, SLURM, Open MPI, Kubernetes), or HOST:PORT,NUM,INDEX, where "
-        "HOST:PORT is of process 0.",
-    )
+    define_distributed_flag()
     flags.mark_flag_as_required("run_dir")
 
 

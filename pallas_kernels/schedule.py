@@ -146,9 +146,10 @@ def _nesting(bundles: list[str], skipped: list[tuple[int, int, int]]) -> tuple[l
         if begins:
             stack.append(len(starts))
             parent = stack[-2] if len(stack) > 1 else None
-            inside = 0 if parent is None else starts[parent].start
+            inside, above = (0, False) if parent is None else (starts[parent].start, starts[parent].conditional)
             # It may begin in a delay slot of the very branch around it: what is issued there then does no harm.
-            starts.append(_Open(depth, i, any(inside <= branch < i < end for branch, _, end in skipped), parent))
+            conditional = above or any(inside <= branch < i < end for branch, _, end in skipped)
+            starts.append(_Open(depth, i, conditional, parent))
         owner.append(stack[-1] if stack else None)
     return starts, owner
 

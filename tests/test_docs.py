@@ -163,22 +163,29 @@ def module_file(name: str) -> Path | None:
     return next((file for file in candidates if file.is_file()), None)
 
 
+def defined_flags(tree: ast.AST) -> Iterator[str]:
+    """The flags that some code defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name) and node.args:
+            name, first = ast.unparse(node.func).rpartition(".")[2], node.args[0]
+            if re.match(r"DEFINE_|add_argument$", name) and isinstance(first, ast.Constant):
+                yield str(first.value).removeprefix("--")
+
+
 @functools.cache
 def flags_of(module: str) -> frozenset[str]:
     """The flags that a program defines, read off its source: to import every program takes minutes.
 
-    Those of launch/program.py belong to it where it calls `define_experiment_flags`, those of benchmarks/measure.py
-    where it calls `define_model_flags`, those of clusters to launch.cluster.
+    Those of a function of launch/program.py, such as `define_experiment_flags`, belong to it where it calls that
+    function, those of benchmarks/measure.py where it calls `define_model_flags`, those of clusters to launch.cluster.
     """
     source = module_file(module).read_text(encoding="utf-8")
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name) and node.args:
-            name, first = ast.unparse(node.func).rpartition(".")[2], node.args[0]
-            if re.match(r"DEFINE_|add_argument$", name) and isinstance(first, ast.Constant):
-                found.add(str(first.value).removeprefix("--"))
-    if "define_experiment_flags()" in source and module != "launch.program":
-        found |= flags_of("launch.program")
+    found = set(defined_flags(ast.parse(source)))
+    tree = ast.parse(module_file("launch.program").read_text(encoding="utf-8"))
+    shared = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef) and "flag" in node.name}
+    called = {name for name in shared if f"{name}()" in source}
+    called |= {other for name in called for other in shared if f"{other}()" in ast.unparse(shared[name])}
+    found |= {flag for name in called for flag in defined_flags(shared[name])}
     if "measure.define_model_flags()" in source:
         found |= flags_of("benchmarks.measure")
     if module == "launch.cluster":

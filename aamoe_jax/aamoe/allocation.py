@@ -120,7 +120,8 @@ def candidates(
         scaled = config.max_resources * jnp.clip(context.scale, 1.0, max_scale)
         max_resources = jnp.floor(scaled + 1e-4).astype(jnp.int32)
     if load is None and config.budget.load_price:
-        load = load_of_rows(of_experts, context)
+        wanted = jax.lax.stop_gradient(of_experts) if config.signal == "experts_stopped" else of_experts
+        load = load_of_rows(wanted, context)
     found = Candidates(
         scores=every,
         available=available,

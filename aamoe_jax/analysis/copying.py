@@ -17,13 +17,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 from jaxtyping import Bool, Float, Int
 
 from aamoe_jax.analysis.inspection import CONTEXT, EXPERT, Inspection, aamoe_layers, read, slot_kinds
 from aamoe_jax.config import ConfigError, ModelConfig
+from aamoe_jax.sharding import on_host
 
 NGRAMS = (4, 8, 16, 32)
 
@@ -100,7 +100,7 @@ def observe(
         ends, kept = batch["tokens"].reshape(-1) == eos_id, batch["loss_mask"].reshape(-1) > 0
         logits, statistics = read(config, params, batch, "resources", budget_scale)
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        nats, spent, resource = jax.device_get((nats, statistics["spent"], statistics["resource"]))
+        nats, spent, resource = on_host((nats, statistics["spent"], statistics["resource"]))
         kind = slot_kinds(config.aamoe, spent, resource, spent.shape[-1])
         repeat = np.stack([longest_repeat(*row) for row in zip(batch["tokens"], batch["segment_ids"], strict=True)])
         per_token = batch["tokens"], batch["positions"], documents + np.cumsum(ends) - ends, repeat, nats

@@ -20,6 +20,7 @@ from aamoe_jax.evaluation.perplexity import causal_budget
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.fixed_maps import fixed_streams
 from aamoe_jax.model import LanguageModel, Period, betas_of_blocks
+from aamoe_jax.sharding import on_host
 
 NEIGHBOURS = 4
 """Local focus is told for so many distances, from 0."""
@@ -80,7 +81,7 @@ def attention_maps(config: ModelConfig, params: dict[str, Any], tokens: Int[np.n
         raise ConfigError(f"ModelConfig.pattern = {config.pattern!r}: no mixer of it has an attention map")
     if not len(tokens):
         raise ConfigError("the passage is empty: there is nothing to attend to")
-    maps = np.asarray(read(config, params, {"tokens": tokens[None]}, "maps")[1]["attention_map"], np.float32)
+    maps = on_host(read(config, params, {"tokens": tokens[None]}, "maps")[1]["attention_map"]).astype(np.float32)
     return [MappedLayer(*block, attention[0]) for block, attention in zip(blocks, maps, strict=True)]
 
 

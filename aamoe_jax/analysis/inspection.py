@@ -21,6 +21,7 @@ from aamoe_jax.config import AAMoEConfig, ConfigError, ModelConfig
 from aamoe_jax.evaluation.perplexity import causal_budget
 from aamoe_jax.mixers.base import Detail
 from aamoe_jax.model import merge, structure
+from aamoe_jax.sharding import on_host
 
 UNUSED, LOCAL, CONTEXT, EXPERT = -1, 0, 1, 2
 """What a slot holds: nothing, the own neighbourhood, a routed chunk, an expert."""
@@ -92,7 +93,7 @@ def inspect_passage(
     log_p = jax.nn.log_softmax(logits[0])
     nats = -jnp.take_along_axis(log_p[:-1], tokens[1:, None], axis=-1)[:, 0]
     likely_log_p, likely = jax.lax.top_k(log_p, LIKELY)
-    nats, likely_log_p, likely, statistics = jax.device_get((nats, likely_log_p, likely, statistics))
+    nats, likely_log_p, likely, statistics = on_host((nats, likely_log_p, likely, statistics))
     per_token = {name: statistics.pop(name)[:, 0] for name in ("spent", "budget", "resource", "probability", "mass")}
     kind = slot_kinds(config.aamoe, per_token["spent"], per_token["resource"], len(tokens))
     start, stop = spans(config.aamoe, per_token["resource"], kind)
@@ -129,8 +130,8 @@ def read(
 ) -> tuple[Float[Array, "b L V"], dict[str, Any]]:
     """Logits and statistics of rows under causal budgets; without `segment_ids` and `positions` each is a document."""
     names = ("tokens", "segment_ids", "positions")
-    inputs = {name: jnp.asarray(batch[name], jnp.int32) for name in names if name in batch}
-    return _forward(params, inputs, jnp.float32(budget_scale), config, detail, max(budget_scale, 1.0))
+    inputs = {name: np.asarray(batch[name], np.int32) for name in names if name in batch}
+    return _forward(params, inputs, np.float32(budget_scale), config, detail, max(budget_scale, 1.0))
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))

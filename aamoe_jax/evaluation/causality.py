@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from aamoe_jax.sharding import on_host
+
 Logits = Callable[[Int[np.ndarray, "b L"]], Float[Array, "b L V"]]
 
 
@@ -81,7 +83,7 @@ def probe(
     before, after = [], []
     for cut in cuts:
         changed = np.where(np.arange(length) < cut, tokens, other)
-        change = np.asarray(_largest_change(logits_of(changed), reference))
+        change = on_host(_largest_change(logits_of(changed), reference))
         before.append(float(change[:cut].max()))
         after.append(float(change[cut:].max()))
     return Causality(tuple(cuts), tuple(before), tuple(after))

@@ -24,6 +24,7 @@ from aamoe_jax.data.errors import shown
 from aamoe_jax.data.tokenizers import Tokenizer
 from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.model import merge
+from aamoe_jax.sharding import on_host
 
 
 class Item(NamedTuple):
@@ -95,7 +96,9 @@ def log_probabilities(
     rows = [_row(item, choice, tokenizer, length) for item in items for choice in item.choices]
 
     @jax.jit
-    def score(tokens: Int[Array, "b L"], size: Int[Array, "b"], scored: Int[Array, "b"]) -> Float[Array, "b"]:
+    def score(
+        params: dict[str, Any], tokens: Int[Array, "b L"], size: Int[Array, "b"], scored: Int[Array, "b"]
+    ) -> Float[Array, "b"]:
         place = jnp.broadcast_to(jnp.arange(length), tokens.shape)
         segments = (place < size[:, None]).astype(jnp.int32)
         logits, _ = merge(graphdef, params)(tokens, segments, place, budget=budget)
@@ -112,7 +115,7 @@ def log_probabilities(
         tokens, sizes = np.zeros((batch_size, length), np.int32), np.zeros((2, batch_size), np.int32)
         for at, row in enumerate(batch):
             tokens[at, : len(row.tokens)], sizes[:, at] = row.tokens, (len(row.tokens), row.scored)
-        found.append(np.asarray(score(tokens, *sizes))[: len(batch)])
+        found.append(on_host(score(params, tokens, *sizes))[: len(batch)])
     ends = np.cumsum([len(item.choices) for item in items])[:-1]
     return np.split(np.concatenate(found), ends)
 

@@ -24,7 +24,7 @@ from aamoe_jax.evaluation.causality import Causality, default_cuts, probe
 from aamoe_jax.mixers.base import BudgetMode, Statistics
 from aamoe_jax.mixers.statistics import combine, over_all_devices, summarize
 from aamoe_jax.model import merge
-from aamoe_jax.sharding import RULES
+from aamoe_jax.sharding import RULES, on_host
 from aamoe_jax.shards import ROWS, TOKENS, WHOLE, all_reduce
 from aamoe_jax.training.state import Placement
 
@@ -205,14 +205,13 @@ class Evaluator:
         statistics: Statistics = {}
         for index in range(len(batches)):
             batch = batches[index]
-            batch_nll, more = self._losses(params, self._put(batch), scale)
-            batch_nll = np.asarray(batch_nll)
+            batch_nll, more = on_host(self._losses(params, self._put(batch), scale))
             if self._placement is None:
                 by_target.append(batch_nll)
                 batch_nll = batch_nll.sum(0, dtype=np.float64)
-            nll = nll + np.asarray(batch_nll, np.float64)
+            nll = nll + batch_nll.astype(np.float64)
             # In float64 on the host: counts of a long evaluation leave the integers of float32.
-            more = jax.tree.map(lambda x: np.asarray(x, np.float64), more)
+            more = jax.tree.map(lambda x: x.astype(np.float64), more)
             statistics = combine(statistics, more) if statistics else more
             count = count + batch["loss_mask"].sum(0)
             text_bytes += int((byte_lengths[batch["targets"]] * batch["loss_mask"]).sum())

@@ -14,6 +14,7 @@ from aamoe_jax.config import ConfigError
 from aamoe_jax.generation.decoder import Decoder, State
 from aamoe_jax.generation.sampling import NO_TOKEN, Sampling
 from aamoe_jax.mixers.filtered import FilteredAttentionConfig, FilteredCache
+from aamoe_jax.sharding import on_host
 
 Tokens = Int[np.ndarray, "_"]
 Stop = tuple[int, ...]
@@ -66,7 +67,7 @@ def stream(
             # The device works on a step while the one before it is read: a stop is seen one step late.
             if step == 0:
                 continue
-            tokens = np.asarray(pending.pop(0)).tolist()
+            tokens = on_host(pending.pop(0)).tolist()
             alive = [not _ended(text, stop) for text in texts]
             if any(token == NO_TOKEN and live for token, live in zip(tokens, alive, strict=True)):
                 raise ConfigError(f"the model's logits are no numbers, after {step - 1} new tokens")
@@ -84,8 +85,8 @@ def evictions(state: State) -> tuple[int, int]:
     """(evicted, kept): neurons that the caches of filtered layers had no room for, and all that filters let through."""
     caches = jax.tree.leaves(state.caches, is_leaf=lambda x: isinstance(x, FilteredCache))
     filtered = [cache for cache in caches if isinstance(cache, FilteredCache)]
-    evicted = sum(int(cache.evicted.sum()) for cache in filtered)
-    return evicted, evicted + sum(int(jnp.isfinite(cache.log_gate).sum()) for cache in filtered)
+    evicted = sum(int(on_host(cache.evicted.sum())) for cache in filtered)
+    return evicted, evicted + sum(int(on_host(jnp.isfinite(cache.log_gate).sum())) for cache in filtered)
 
 
 def _report(decoder: Decoder, state: State) -> None:

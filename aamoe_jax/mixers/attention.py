@@ -196,7 +196,7 @@ class WeightedAttention(CausalAttention):
         return query, tuple(gather(key, RESOURCE) for key in keys), gather(value, RESOURCE)
 
 
-def laid_out_costs(at: Setting) -> Costs:
+def whole_square_costs(at: Setting) -> Costs:
     """Coefficients and weighted values of `WeightedAttention`: 4 d L a token, of which it sees 4 d (L + 1) / 2. Saved
     are queries, keys and values, and the output."""
     (loop,) = WeightedAttention.loops(at)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import Projection, apply_rotary, merge_heads, split_heads
-from aamoe_jax.mixers.attention import WeightedAttention, laid_out_costs
+from aamoe_jax.mixers.attention import WeightedAttention, whole_square_costs
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache, flat_heads
 from aamoe_jax.mixers.costs import (
@@ -48,7 +48,7 @@ class SquareRootAttention(WeightedAttention):
     @staticmethod
     def costs(at: Setting) -> Costs:
         """Whole squares, block by block of queries."""
-        return projections(at) + rotated(at) + laid_out_costs(at) + key_value_cache(at)
+        return projections(at) + rotated(at) + whole_square_costs(at) + key_value_cache(at)
 
     def _coefficients(
         self, query: Float[Array, "b t H k"], keys: tuple[Float[Array, "b S G k"], ...], seen: Bool[Array, "b 1 t S"]
@@ -106,7 +106,7 @@ class GatedAttention(WeightedAttention):
         saved = saved_norm(config, kv) + at.size * kv + saved_rotation(config.head_dim)
         model = 2 * d * kv + d * (at.length + 1)
         gates = at.per_token(2 * d * kv + 2 * d * at.length, saved, kv * at.size, model_flops=model)
-        return projections(at) + rotated(at) + laid_out_costs(at) + gates + key_value_cache(at)
+        return projections(at) + rotated(at) + whole_square_costs(at) + gates + key_value_cache(at)
 
     @staticmethod
     def loops(at: Setting) -> tuple[Loop, ...]:

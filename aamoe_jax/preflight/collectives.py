@@ -25,7 +25,7 @@ class Collective:
     kind: str
     axes: tuple[str, ...]
     group: int
-    """Devices that take part together."""
+    """Devices, or slices, that take part together."""
     count: int
     """In one step."""
     sent: float
@@ -70,7 +70,8 @@ def between_slices(runs: Iterable[Run], slices: int) -> tuple[Collective, ...]:
         if run.instruction.opcode == "send" and transfer is not None:
             kind = transfer[1].lower().replace("_", "-")
             (operand, *_) = (run.computation.instructions[name].results for name in run.instruction.operands)
-            share = EXCHANGED.get(kind, 1) * (slices - 1) / (1 if kind == "all-gather" else slices)
+            others = slices - 1 if kind == "all-gather" else (slices - 1) / slices
+            share = EXCHANGED[kind] * others if kind in EXCHANGED else 1
             sent = float(run.times) * sum(shape.bytes for shape in operand) * share
             found.setdefault(kind, []).append((run, sent))
     joined = []

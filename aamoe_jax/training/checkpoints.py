@@ -102,7 +102,8 @@ class Checkpoint(NamedTuple):
 def load_checkpoint(
     path: str | Path, which: Which = "latest", place_on: Callable[[ExperimentConfig], Placement] | None = None
 ) -> Checkpoint:
-    """A checkpoint by its path alone: that of a run folder, of its checkpoints, or of a single one.
+    """A checkpoint by its path alone: that of a run folder, of its checkpoints, or of a single one. Of several
+    processes every one reads what process 0 found.
 
     Args:
       which: of several checkpoints the newest, or the one with the lowest validation loss.
@@ -113,13 +114,11 @@ def load_checkpoint(
       CorruptCheckpointError: it is damaged.
       UnreadableCheckpointError: storage or memory failed.
     """
-    directory = find_checkpoint(Path(path), which)
-    meta = read_meta(directory)
+    directory = _found_by_all(path, which)
+    meta = unanimous(lambda: read_meta(directory))
     config = read_config(directory, meta)
     like = None if place_on is None else abstract_params(config.model, place_on(config))
-    params = _restore(directory, "params", like)
-    _check_fingerprints(directory, {"params": params}, meta)
-    return Checkpoint(config, params, meta["step"], meta)
+    return Checkpoint(config, _checked_params(directory, like, meta), meta["step"], meta)
 
 
 def load_params(path: str | Path, like: dict[str, Any]) -> tuple[dict[str, Any], Meta]:
@@ -130,11 +129,22 @@ def load_params(path: str | Path, like: dict[str, Any]) -> tuple[dict[str, Any],
       CorruptCheckpointError: it is damaged.
       UnreadableCheckpointError: storage or memory failed.
     """
-    directory = find_checkpoint(Path(path))
-    meta = read_meta(directory)
-    params = _restore(directory, "params", like)
-    _check_fingerprints(directory, {"params": params}, meta)
-    return params, meta
+    directory = _found_by_all(path, "latest")
+    meta = unanimous(lambda: read_meta(directory))
+    return _checked_params(directory, like, meta), meta
+
+
+def _found_by_all(path: str | Path, which: Which) -> Path:
+    """The folder of one checkpoint. In that of a run that is being trained, processes may find different ones."""
+    found = unanimous(lambda: str(find_checkpoint(Path(path), which)))
+    return Path(distributed.gather(distributed.unique("checkpoint"), found)[0])
+
+
+def _checked_params(directory: Path, like: dict[str, Any] | None, meta: Meta) -> dict[str, Any]:
+    """The parameters of a checkpoint. Nobody computes fingerprints, which takes all, before all have read them."""
+    params = unanimous(lambda: _restore(directory, "params", like))
+    unanimous(lambda: _check_fingerprints(directory, {"params": params}, meta))
+    return params
 
 
 def find_checkpoint(path: Path, which: Which = "latest") -> Path:
@@ -513,7 +523,7 @@ def _require_same(directory: Path, item: str, saved: Any, like: Any) -> None:
         raise CheckpointError(
             f"checkpoint {directory} does not fit the model: {len(differing)} of its arrays ({item}) differ, such as "
             f"{name}: {has.get(name, 'absent')} in the checkpoint, {wants.get(name, 'absent')} in the model. It is of "
-            "another model, or was written by other code; use that version of it, or another folder"
+            "another model, or was written by other code: use the version that wrote it, or another folder"
         )
 
 

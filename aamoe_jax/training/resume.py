@@ -18,7 +18,6 @@ from aamoe_jax.training.checkpoints import (
     UnreadableCheckpointError,
     library_versions,
     load_params,
-    unanimous,
 )
 from aamoe_jax.training.local_tier import LocalTier
 from aamoe_jax.training.metrics import read_metrics
@@ -96,20 +95,17 @@ def warm_started(state: TrainState, like: TrainState, config: ExperimentConfig, 
     """The state before the first step, with the parameters of the checkpoint that TrainingConfig.init_from names.
 
     Raises:
-      ConfigError: it has other arrays, or was trained with another tokenizer.
-      CheckpointError: there is none, or it is damaged.
+      ConfigError: it was trained with another tokenizer.
+      CheckpointError: there is none, it is damaged, or it has other arrays.
     """
     path = config.training.init_from
     if path is None:
         return state
 
-    def load() -> tuple[dict[str, Any], Meta]:
-        try:
-            return load_params(path, like.params)
-        except CheckpointError as error:
-            raise type(error)(f"TrainingConfig.init_from = {path!r}: {error}") from error
-
-    params, meta = unanimous(load)
+    try:
+        params, meta = load_params(path, like.params)
+    except CheckpointError as error:
+        raise type(error)(f"TrainingConfig.init_from = {path!r}: {error}") from error
     was, now = ({held.get("tokenizer_digest") for held in found.values()} for found in (meta["datasets"], datasets))
     if was != now:
         raise ConfigError(

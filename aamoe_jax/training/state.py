@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from aamoe_jax.config import ExperimentConfig, ModelConfig
 from aamoe_jax.model import LanguageModel, split, structure
-from aamoe_jax.sharding import RULES, make_mesh, parameter_specs, require_divisible
+from aamoe_jax.sharding import RULES, make_mesh, parameter_specs, require_divisible, require_storable
 from aamoe_jax.shards import Shards
 from aamoe_jax.training.auxiliary import first_sparsity_weights
 
@@ -85,6 +85,21 @@ def place(config: ExperimentConfig, devices: Sequence[jax.Device] | None = None)
     """
     mesh = make_mesh(config.mesh, devices)
     require_divisible(config, mesh.shape)
+    return _placement(config, mesh)
+
+
+def place_params(config: ExperimentConfig, devices: Sequence[jax.Device] | None = None) -> Placement:
+    """The same for programs that the compiler divides, by where the parameters lie: only these have to divide evenly.
+
+    Raises:
+      ConfigError: the mesh does not make the devices, or a parameter cannot be divided evenly over it.
+    """
+    mesh = make_mesh(config.mesh, devices, AxisType.Auto)
+    require_storable(config.model, mesh.shape)
+    return _placement(config, mesh)
+
+
+def _placement(config: ExperimentConfig, mesh: Mesh) -> Placement:
     replicated, rows = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), RULES.spec("rows", None)))
     shards = Shards.of_mesh(mesh, config.mesh.pair_bound)
     return Placement(mesh, shards, parameter_specs(config.model), replicated, rows)

@@ -1,4 +1,4 @@
-"""Runs training or evaluation on a cluster: TPU VMs, GKE, xpk or SLURM.
+"""Trains, evaluates or generates on a cluster: TPU VMs, GKE, xpk or SLURM.
 
     aamoe cluster --cluster=tpu_vm --project=my-project --zone=us-east5-a --accelerator=v5p-128 \\
       --name=mine run -- launch.train --gin_file=aamoe.gin --run_dir=/mnt/shared/runs/mine
@@ -9,9 +9,10 @@
     status   shows how the job and its hosts are
     stop     stops the job, saved, and gives back what was taken for it
 
-All take --name and the settings of the cluster; `run` and `health` also the program and its flags, after `--`. Where a
-job has several processes --distributed=auto is added to launch.train. --dry_run prints the bash script that would be
-run, and nothing else. Before `run` asks for hosts it reads the program's flags, gin files and mesh on this machine.
+All take --name and the settings of the cluster; `run` and `health` also the program and its flags, after `--`:
+launch.train, launch.evaluate, launch.choose, launch.generate or launch.inspect. Where a job has several processes
+--distributed=auto is added. --dry_run prints the bash script that would be run, and nothing else. Before `run` asks for
+hosts it reads the program's flags, gin files and mesh on this machine.
 
 Exit code: that of the job, by the table; 1 also where the launch was refused, 10 where a command of it failed.
 """

@@ -17,7 +17,7 @@ from launch import program
 from launch.cluster.job import Job
 
 
-def check(job: Job, devices: int, slices: int) -> None:
+def check(job: Job, devices: int, slices: int | None) -> None:
     """Parses the flags of the program, and reads its experiment if it takes one and all of its files are here.
 
     Raises:
@@ -30,6 +30,8 @@ def check(job: Job, devices: int, slices: int) -> None:
         except flags.Error as error:
             raise ConfigError(f"{job.program}: {program.describe_flag_error(error)}") from error
         program.refuse_arguments(words)
+        if "mesh" in flags.FLAGS and (mesh := program.mesh()):
+            sizes_in_slice(mesh_sizes(mesh, devices), slices or 1)
         if "gin_file" not in flags.FLAGS:
             return
         imports = flags.FLAGS["import"].value or []
@@ -43,8 +45,8 @@ def check(job: Job, devices: int, slices: int) -> None:
         experiment = program.experiment_from_flags()
         sizes = mesh_sizes(experiment.mesh, devices)
         require_divisible(experiment, sizes)
-        sizes_in_slice(sizes, slices)
-        if experiment.mesh.slices not in (None, slices):
+        sizes_in_slice(sizes, slices or experiment.mesh.slices or 1)
+        if slices is not None and experiment.mesh.slices not in (None, slices):
             raise ConfigError(f"MeshConfig.slices = {experiment.mesh.slices}: the cluster gives {slices}; see --slices")
 
 

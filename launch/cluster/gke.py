@@ -33,7 +33,7 @@ class Gke:
     volume_claim: Annotated[str, "PersistentVolumeClaim (ReadWriteMany) of the run folder's file system."]
     mount: Annotated[str, "Where the pods see it."] = "/mnt/shared"
     topology: Annotated[str | None, "Shape of the slice, such as 8x8x8; the usual one if not given."] = None
-    slices: Annotated[int, "Slices of this accelerator, joined by the data center network (MeshConfig.slices)."] = 1
+    slices: Annotated[int, "Slices of this accelerator, joined by the data center network."] = 1
     capacity: Annotated[Literal["on_demand", "spot", "reserved"], "How nodes are paid for."] = "on_demand"
     node_pool: Annotated[str | None, "Node pool; any that fits if not given."] = None
     namespace: Annotated[str, "Kubernetes namespace."] = "default"

@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, NoReturn, Protocol
 from aamoe_jax.config import ConfigError
 from launch.cluster.exits import Retry
 
-FOLDER_FLAGS = {"launch.train": "--run_dir", "launch.evaluate": "--checkpoint"}
+READERS = ("evaluate", "choose", "generate", "inspect")
+FOLDER_FLAGS = {"launch.train": "--run_dir", **{f"launch.{name}": "--checkpoint" for name in READERS}}
 """The programs that can be launched, and the flag of each that names the run folder."""
 
 
@@ -43,7 +44,7 @@ class Job:
     """One run of a program on every host of a cluster."""
 
     program: str
-    """launch.train or launch.evaluate."""
+    """A name in FOLDER_FLAGS."""
     arguments: tuple[str, ...]
     """Its flags."""
     name: Annotated[str, "Name of the job: small letters, digits and dashes, at most 40, a letter first."]
@@ -86,11 +87,7 @@ class Job:
     def command(self, processes: int) -> list[str]:
         """What every process of the job runs."""
         command = [self.python, "-m", self.program, *self.arguments]
-        if processes == 1:
-            return command
-        if self.program != "launch.train":
-            raise ConfigError(f"{self.program} works in one process, and these hosts have {processes}: take one host")
-        return [*command, "--distributed=auto"]
+        return command if processes == 1 else [*command, "--distributed=auto"]
 
     def probe(self, devices: int) -> list[str]:
         """The health probe of a host that must have so many JAX devices."""
@@ -112,8 +109,8 @@ class Cluster(Protocol):
         ...
 
     @property
-    def slices(self) -> int:
-        """How many TPU slices these are."""
+    def slices(self) -> int | None:
+        """How many TPU slices these are; None: they are no TPUs."""
         ...
 
     def run(self, job: Job, avoided: Sequence[str]) -> str:

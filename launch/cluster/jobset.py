@@ -70,8 +70,8 @@ cut -s -d ' ' -f 2- <<<"$pods" | tr ' ' '\\n' | grep -vx 0 | worst || exit $?"""
 
 
 def logs(name: str) -> str:
-    """Shell that follows the first pod, in all its containers."""
-    index = "batch.kubernetes.io/job-completion-index=0"
+    """Shell that follows the first pod of the first slice, in all its containers."""
+    index = "jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
     return f"kubectl logs --selector={LABEL}={name},{index} --all-containers --follow --tail=100"
 
 

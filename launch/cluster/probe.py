@@ -32,9 +32,13 @@ def python_trouble():
 
 
 def device_trouble(devices, patience):
-    """What is wrong with the package or the accelerator, or None: imports both and counts `jax.local_devices()`."""
+    """What is wrong with the package or the accelerator, or None: imports both and counts `jax.local_devices()`.
+
+    Of one slice: told of several (MEGASCALE_...), it would wait for the hosts of all of them."""
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("MEGASCALE_")}
+    command = [sys.executable, "-c", COUNT]
     try:
-        done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, timeout=patience)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience, env=alone)
     except subprocess.TimeoutExpired:
         return f"jax.local_devices() did not answer within {patience:g} s"
     if done.returncode:

@@ -27,7 +27,7 @@ class Slurm:
     partition: Annotated[str | None, "Partition; the cluster's own default if not given."] = None
     account: Annotated[str | None, "Account that is charged; the user's own if not given."] = None
 
-    slices: ClassVar[int] = 1
+    slices: ClassVar[None] = None
     supervised: ClassVar[frozenset[Retry]] = frozenset({Retry.ELSEWHERE})
 
     def __post_init__(self) -> None:

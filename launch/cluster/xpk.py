@@ -25,7 +25,7 @@ class Xpk:
     accelerator: Annotated[str, "Accelerator, such as v5p-1024 or v5litepod-256."]
     image: Annotated[str, "Container image that holds Python and this repository."]
     storage: Annotated[str, "Storage that `xpk storage create` or `attach` named, with the run folder on it."]
-    slices: Annotated[int, "Slices of this accelerator, joined by the data center network (MeshConfig.slices)."] = 1
+    slices: Annotated[int, "Slices of this accelerator, joined by the data center network."] = 1
     # By default the region of the zone, where xpk makes its clusters.
     location: Annotated[str | None, "Region or zone of the cluster; `gcloud container clusters list` shows it."] = None
 

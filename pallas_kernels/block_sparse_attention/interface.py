@@ -113,8 +113,9 @@ def block_sparse_attention(
 
 
 def _hide_unknown(pairs: Pairs, resources: int) -> Pairs:
-    """A pair whose resource is not in the table has number R and bias -inf. It is in no tile of
-    `tables.build` and in no row that `dense` shows; a path for which every pair must be in a tile clips the number."""
+    """A pair whose resource is not in the table has number R and bias -inf. It is in no tile of `tables.build` or
+    `sorting.build`, and in no row that `dense` shows; a path for which every pair must be in a tile clips the number.
+    """
     known = (pairs.resource >= 0) & (pairs.resource < resources)
     return pairs._replace(
         resource=jnp.where(known, pairs.resource, resources),

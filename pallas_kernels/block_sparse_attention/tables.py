@@ -1,7 +1,8 @@
 """From an allocation to tiles: the (token, resource) pairs sorted by resource, padded to whole tiles per resource.
 
-Every implementation reads the same tables. Pairs are numbered token by token, so a slot finds its pair by arithmetic
-and never by a scatter; tiles name pairs, in order of resource and then of token.
+All paths but `tpu.resident` and `tpu.dense` read these tables; `tpu.sorting` makes the same tiles in another form.
+Pairs are numbered token by token, so a slot finds its pair by arithmetic and never by a scatter; tiles name pairs, in
+order of resource and then of token.
 
 Shapes: T tokens, K slots, R resources, P pairs (static bound), N tiles (static bound), t rows a tile,
 R1 = R + 1.

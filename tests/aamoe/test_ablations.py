@@ -24,9 +24,9 @@ def allocated(config, importance: float = 1.0):
 
 
 class TestAA23:
-    def slopes(self, signal: str) -> dict[str, float]:
+    def slopes(self, signal: str, **budget: float) -> dict[str, float]:
         """The largest gradient of a loss to each of the router's parameters."""
-        layer = layer_of(model_config(signal=signal))
+        layer = layer_of(model_config(signal=signal, **budget))
         h, context = inputs(1, LENGTH), context_of(layer.config, 1, LENGTH)
         graphdef, params = nnx.split(layer)
         loss = lambda params: (nnx.merge(graphdef, params)(h, context)[0] ** 2).sum()  # noqa: E731
@@ -39,6 +39,12 @@ class TestAA23:
         assert min(joint.values()) > 0
         assert context == {name: pytest.approx(joint[name] if "expert" in name else 0.0) for name in joint}
         assert experts == {name: pytest.approx(0.0 if "expert" in name else joint[name]) for name in joint}
+
+    def test_it_is_stopped_in_prices_too(self):
+        """What experts were wanted before is in the price of every expert."""
+        joint, experts = (self.slopes(signal, load_price=0.5, beta=5.0) for signal in ("joint", "experts_stopped"))
+        assert min(joint.values()) > 0
+        assert [name for name, slope in experts.items() if slope == 0] == ["expert_embeddings"]
 
     def test_separate_probabilities_sum_to_one_over_each_kind(self):
         """With a budget that affords everything, P of chunks sums to 1, and so does that of experts."""

@@ -125,6 +125,33 @@ def test_bytes_are_those_of_hbm_and_of_what_is_read_of_a_table(dump):
     assert copy.bytes == 256 * 128 * 2  # to VMEM
 
 
+UPDATE = """\
+HloModule jit_step
+
+%fused.1 (p.1: f32[64,128], p.2: f32[8,128], p.3: s32[]) -> f32[64,128] {
+  %p.1 = f32[64,128]{1,0:T(8,128)} parameter(0)
+  %p.2 = f32[8,128]{1,0:T(8,128)} parameter(1)
+  %p.3 = s32[]{:T(128)} parameter(2)
+  ROOT %update.1 = f32[64,128]{1,0:T(8,128)} dynamic-update-slice(%p.1, %p.2, %p.3, %p.3)
+}
+
+ENTRY %main.1 (a.1: f32[64,128]) -> f32[64,128] {
+  %a.1 = f32[64,128]{1,0:T(8,128)} parameter(0)
+  %b.1 = f32[8,128]{1,0:T(8,128)} parameter(1)
+  %c.1 = s32[]{:T(128)S(6)} parameter(2)
+  %fusion.1 = f32[64,128]{1,0:T(8,128)} fusion(%a.1, %b.1, %c.1), kind=kLoop, calls=%fused.1
+  %d.1 = f32[64,128]{1,0:T(8,128)} dynamic-update-slice(%a.1, %b.1, %c.1, %c.1)
+  ROOT %less.1 = pred[64,128]{1,0:T(8,128)(4,1)} compare(%d.1, %d.1), direction=LT
+}
+"""
+
+
+def test_an_update_in_place_moves_what_it_writes_and_booleans_are_bytes(tmp_path):
+    fused, plain, compared = compiled_layer.costs_of(compiled_layer.parse(UPDATE), tmp_path)
+    assert fused.bytes == plain.bytes == 2 * 8 * 128 * 4
+    assert compared.bytes == 2 * 64 * 128 * 4 + 64 * 128
+
+
 def test_time_is_issue_or_bytes():
     chip = TPUS["v5e"]
     assert compiled_layer.Cost("x", 1500, 0, 2).nanoseconds(chip) == pytest.approx(2000)

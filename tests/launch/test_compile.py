@@ -66,7 +66,7 @@ def test_a_compiler_that_fails_ends_the_program_with_its_words(monkeypatch, caps
 
 
 def test_one_executable_is_saved_of_one_slice(monkeypatch):
-    with pytest.raises(ConfigError, match="takes one slice: there are 2"):
+    with pytest.raises(ConfigError, match="takes one --topology: there are 2"):
         run(monkeypatch, [SUMMARY], topology=["v5p:4x4x4"] * 2, save="step.pickle")
     saved = []
     monkeypatch.setattr(preflight, "compile_apart", lambda *given: saved.append(given[-1]) or SUMMARY)

@@ -59,12 +59,16 @@ REFUSED = {
     ("prefix", "--sweep=length", "--sweep_points=1,-2"): (
         "--sweep_points=1,-2: must be positive numbers, such as 0.5,1,2"
     ),
-    ("prefix", "--mesh=2x2"): "--mesh=2x2: wanted four sizes, data x fsdp x resource x tensor, such as 1x4x2x1",
+    ("prefix", "--mesh=2x2"): (
+        "--mesh=2x2: wanted four sizes, data x fsdp x resource x tensor, such as 1x4x2x1 or 1x-1x1x1"
+    ),
+    ("prefix", "--mesh=-1x-1x1x1"): (
+        "--mesh=-1x-1x1x1: wanted four sizes, data x fsdp x resource x tensor, such as 1x4x2x1 or 1x-1x1x1"
+    ),
     ("prefix", "--mesh=1x1x2x1"): (
         "MeshConfig: data 1 x fsdp 1 x resource 2 x tensor 1 = 2 does not make 4 devices: change an axis, or let one "
         "take the rest, such as MeshConfig.fsdp = -1"
     ),
-    ("prefix", "--mesh=1x1x2x2", "--sweep=budget"): "--mesh=1x1x2x2: --sweep=budget runs on one device",
     ("dense", "--skip_layers=0,mlp"): (
         "--skip_layers=0,mlp: there is no 'mlp'; there are layers 0 to 0, and the mixers parallel"
     ),

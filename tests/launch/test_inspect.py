@@ -18,7 +18,7 @@ from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.training.checkpoints import CheckpointStore, Snapshot
 from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.state import TrainState
-from launch import inspect
+from launch import inspect, program
 from tests.analysis.helpers import TEXT, params_of
 from tests.data.helpers import prepared
 from tests.training.helpers import SEQ_LEN, experiment, model_config
@@ -69,6 +69,7 @@ def flags(monkeypatch, runs):
             "max_batches": 0,
             "data_dir": None,
         }
+        monkeypatch.setattr(program, "mesh", lambda: None)
         monkeypatch.setattr(inspect, "FLAGS", SimpleNamespace(**defaults | values))
         inspect.main(["launch.inspect"])
 

@@ -73,6 +73,20 @@ def test_a_loop_in_the_delay_slots_of_the_branch_around_it_is_skipped_with_it():
     assert set(issued) == {0, 1, 16}
 
 
+def test_a_loop_in_a_loop_that_is_skipped_is_skipped_with_it():
+    inner = [
+        "  0x8a LB: >>> {  %s7 = sphi %s8, %s9 }",
+        "  0x8b   : >>> {  %p7 = scmp.ge.s32.totalorder %s7, 100 /* loop exit test */ }",
+    ]
+    lines = LISTING.splitlines()
+    begins = next(i for i, line in enumerate(lines) if line.startswith("  0x79 "))
+    nested = "\n".join(lines[:begins] + inner + lines[begins:])
+    loops, issued = schedule.parse_loops(nested)
+    assert [(loop.depth, loop.conditional) for loop in loops] == [(1, False), (2, True), (3, True), (2, False)]
+    assert sum(issued) == sum(schedule.parse_loops(LISTING)[1])
+    assert schedule.whole_cycles(nested) == schedule.whole_cycles(LISTING)
+
+
 def test_slots_are_shares_of_the_cycles_of_a_step():
     capacity, used = schedule.parse_slots(USAGE)
     assert (capacity["MXU"], capacity["VSTORE"], capacity["SALU"]) == (4, 1, 2)

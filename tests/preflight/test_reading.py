@@ -163,15 +163,17 @@ class TestCollectives:
                 ("a", "f32[8,128]", "p", "ALL_REDUCE"),
                 ("b", "f32[8,128]", "p", "ALL_REDUCE"),
                 ("c", "bf16[64]", "q", "ALL_GATHER"),
+                ("d", "bf16[64]", "q", "COLLECTIVE_PERMUTE"),
             )
         ]
         parameters = ["%p = f32[8,128] parameter(0)", "%q = bf16[64] parameter(1)", "%t = token[] after-all()"]
         body = "\n  ".join([*parameters, *lines, "ROOT %r = f32[8,128] copy(%p)"])
         module = hlo.parse(f"HloModule x\n\nENTRY %main (p: f32[8,128], q: bf16[64]) -> f32[8,128] {{\n  {body}\n}}\n")
-        reduced, gathered = collectives.between_slices(list(hlo.runs(module)), 4)
+        reduced, gathered, permuted = collectives.between_slices(list(hlo.runs(module)), 4)
         assert (reduced.kind, reduced.axes, reduced.group, reduced.count) == ("all-reduce", ("slices",), 4, 2)
         assert reduced.sent == 2 * 2 * 3 / 4 * 4 * 8 * 128
         assert (gathered.kind, gathered.count, gathered.sent) == ("all-gather", 1, 3 * 2 * 64)
+        assert (permuted.kind, permuted.sent) == ("collective-permute", 2 * 64)
         assert collectives.collectives(module, hlo.runs(module), {"data": 8}) == ()
 
     def test_those_of_a_compiled_program_run_along_the_axes_that_it_names(self, texts):

@@ -44,7 +44,7 @@ class Path(NamedTuple):
 
     def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
         """From the start's sums on. Scores that are known to stay small need no running maximum."""
-        lanes = [to_lanes(x, self.layout) for x in (inputs.key, inputs.value)]  # once, for both branches and the window
+        lanes = [to_lanes(x, self.layout) for x in (inputs.key, inputs.value)]  # once for both branches
         if inputs.max_score is None:
             return self._forward_running(inputs, lanes, tables, start)
         small = inputs.max_score <= SAFE_SCORE

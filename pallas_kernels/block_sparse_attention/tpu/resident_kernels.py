@@ -92,7 +92,7 @@ class _Rows(NamedTuple):
     """Addresses of the tokens of a tile, of the next one and of the one before."""
 
     here: Any
-    next: Any
+    after: Any
     before: Any
 
 
@@ -124,7 +124,7 @@ def _overlapped(rows: _Rows, phases: _Phases, interpret: bool, bounds) -> None:
 
         @pl.when(jax.lax.rem(step, 2) == buffer)
         def _(buffer=buffer):
-            works = (rows.next, phases.gather(1 - buffer)), (rows.before, phases.accumulate(1 - buffer))
+            works = (rows.after, phases.gather(1 - buffer)), (rows.before, phases.accumulate(1 - buffer))
 
             def between(i: int, n: int) -> None:
                 batches = rows.here.shape[-1] // BETWEEN
@@ -261,7 +261,7 @@ def _forward_kernel(
         return body
 
     def attend(buffer, between):
-        before = stats[buffer].T if running else None
+        old = stats[buffer].T if running else None
         seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
         bias, sums, jobs = bias_ref[0] * LOG2_E, _Sums(outputs.at[buffer], layout), _Job.all_of(layout)
 
@@ -273,7 +273,7 @@ def _forward_kernel(
             columns = job.columns(layout)
             score = jnp.where(seen[:, columns], score * (scale * LOG2_E) + bias[:, columns], -jnp.inf)
             if running:
-                top = jnp.maximum(before[job.head : job.head + 1, columns], jnp.max(score, axis=0, keepdims=True))
+                top = jnp.maximum(old[job.head : job.head + 1, columns], jnp.max(score, axis=0, keepdims=True))
                 score = score - top
             weight = jnp.exp2(score)
             rounded, total = weight.astype(value_ref.dtype), jnp.sum(weight, axis=0, keepdims=True)
@@ -290,8 +290,8 @@ def _forward_kernel(
         pair_lse_ref[0, 0] = jnp.log2(jnp.concatenate(totals, axis=0))
         if running:
             pair_lse_ref[0, 0] += jnp.concatenate(others, axis=0)
-            factors = [jnp.exp2(before[h : h + 1] - top) for h, top in enumerate(others)]
-            totals = [before[TOTAL + h : TOTAL + h + 1] * factors[h] + total for h, total in enumerate(totals)]
+            factors = [jnp.exp2(old[h : h + 1] - top) for h, top in enumerate(others)]
+            totals = [old[TOTAL + h : TOTAL + h + 1] * factors[h] + total for h, total in enumerate(totals)]
             factor = _stack(factors, LANES).T
             decay = _Sums(decays, layout)
             for job in jobs:
@@ -420,7 +420,8 @@ class _Blocks(NamedTuple):
         return pl.BlockSpec((1, 1, self.layout.tile), lambda g, s, _, bounds: (bounds[0] + s, 0, 0))
 
     def rows(self) -> _Rows:
-        """Of the tiles here, next and before: the last of all tiles, which is empty, where a phase begins."""
+        """Addresses of this tile, the next and the one before. Where a phase begins there is none before: the last of
+        all tiles, which is empty, stands in."""
 
         def in_scalar_memory(which: Callable) -> pl.BlockSpec:
             def index(group, step, _, bounds):

@@ -1,4 +1,4 @@
-"""Tiles of pairs, and back, by sorting alone.
+"""Tiles of pairs, and back, by sorting: nothing is gathered or scattered slot by slot.
 
 A TPU gathers and scatters single numbers one after the other, several cycles each, where it sorts many at once, each
 with other values beside it. So every slot of every token is sorted, its values with it; tiles are then slices of what

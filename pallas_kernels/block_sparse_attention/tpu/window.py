@@ -43,8 +43,8 @@ def window_gradients(
     given = _arrays(inputs, window, layout), pad_rows(to_lanes(d_output, layout), all_tokens), *stats
     *d_arrays, d_bias = compiled_or_interpreted(window_kernels.backward, *given, layout=layout, scale=scale)
     d_query, *d_tables = (x[:tokens] for x in d_arrays)
-    # The window is of context chunks, the first rows of the tables. They are padded as they lie: to part the heads
-    # would cost a copy, and who adds to these gradients wants them in lanes again.
+    # The window is of context chunks, the first rows of the tables. They are padded as they lie: splitting
+    # the heads first would cost a copy, and whatever adds to these gradients wants them in lanes again.
     padded = (pad_rows(x, shape[0] * shape[1]).reshape(*shape[:2], -1) for x in d_tables)
     d_query, d_key, d_value = (from_lanes(x, layout, heads, d) for x in (d_query, *padded))
     return d_query, d_key, d_value, d_bias.sum((0, 1))[:tokens]

@@ -55,9 +55,12 @@ def test_health_takes_any_program_and_evaluation_its_own_flags():
     asked = [
         [*gpu, "health", "--", "launch.train", "--gin_file=nowhere.gin", FOLDER],
         [*gpu, "run", "--", "launch.evaluate", "--checkpoint=/x", "--split=test"],
+        [*gpu, "run", "--", "launch.generate", "--checkpoint=/x", "--prompt=a", "--mesh=1x-1x1x1"],
+        [*gpu, "run", "--", "launch.generate", "--checkpoint=/x", "--prompt=a", "--mesh=1x3x1x1"],
         [*gpu, "run", "--", "launch.evaluate", "--checkpoint=/x", "--split=tset"],
     ]
-    *fine, wrong = calls("cluster.__main__", asked, JAX_PLATFORMS="cpu")
-    assert [outcome.code for outcome in fine] == [0, 0]
-    assert wrong.code == 1
+    *fine, divided, wrong = calls("cluster.__main__", asked, JAX_PLATFORMS="cpu")
+    assert [outcome.code for outcome in fine] == [0, 0, 0]
+    assert (divided.code, wrong.code) == (1, 1)
+    assert "MeshConfig: data 1 x fsdp 3" in divided.stderr
     assert "--split=tset: value should be one of <validation|test>" in wrong.stderr

@@ -50,7 +50,6 @@ REFUSED = {
         "--run_dir=gs://b/x",
     ): "--run_dir = 'gs://b/x': checkpoints are written to file",
     (*SLURM, "run", "--", "launch.train", "--run_dir=runs/x"): "--run_dir = 'runs/x': must begin with /",
-    (*SLURM, "run", "--", "launch.evaluate", "--checkpoint=/x"): "launch.evaluate works in one process",
 }
 
 
@@ -75,8 +74,7 @@ def test_one_process_is_not_told_of_others():
     job = Job(program="launch.evaluate", arguments=("--checkpoint=/mnt/runs/x",), name="mine")
     assert "--distributed" not in TpuVm("p", "z", "v5p-8").run(job, ())
     assert "--distributed" not in Slurm(nodes=1, gpus_per_node=1).run(job, ())
-    with pytest.raises(ConfigError, match="these hosts have 2"):
-        TpuVm("p", "z", "v5p-16").run(job, ())
+    assert "--distributed=auto" in TpuVm("p", "z", "v5p-16").run(job, ())
 
 
 @pytest.mark.parametrize("name", ["", "9lives", "a_b", "a-", "A", "a" * 41])

@@ -9,4 +9,4 @@ trap 'failed "$?" "${FUNCNAME[0]:+${FUNCNAME[0]} $*}" "$BASH_COMMAND"' ERR
 
 kubectl() { command kubectl --context=gke_my-project_us-east5_pods --namespace=default "$@"; }
 
-kubectl logs --selector=jobset.sigs.k8s.io/jobset-name=mine,batch.kubernetes.io/job-completion-index=0 --all-containers --follow --tail=100
+kubectl logs --selector=jobset.sigs.k8s.io/jobset-name=mine,jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0 --all-containers --follow --tail=100
