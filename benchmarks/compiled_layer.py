@@ -280,9 +280,10 @@ def report(record: dict[str, Any]) -> str:
         f"Nanoseconds a token, forward and backward, of all but the attention kernels: AA-MoE (D = {CONFIG.d_model}, "
         f"H = {CONFIG.num_heads}, m = {layer.chunk_size}, E = {layer.num_experts}, beta = {layer.budget.beta:g}, "
         f"K_max = {layer.max_resources}, pooled router, convolution of queries and keys), and dense attention with a "
-        f"feed-forward of width {4 * CONFIG.d_model}; one row, bfloat16. Modelled from the compiler's "
-        "listings and not measured: bundles times trips at the chip's clock, or bytes at HBM's bandwidth. `tables` is what lies around the kernel of "
-        "chosen resources. Experts are prepared once for all rows: the shorter the one row, the more a token pays.",
+        f"feed-forward of width {4 * CONFIG.d_model}; one row, bfloat16. Modelled from the compiler's listings and not "
+        "measured: bundles times trips at the chip's clock, or bytes at HBM's bandwidth. `tables` is what lies around "
+        "the kernel of chosen resources. Experts are prepared once for all rows: the shorter the one row, the more a "
+        "token pays.",
         plain_table(["chip", "layer", "L", "all", *names], "llr" + "r" * (len(names) + 1), rows),
         measure.closing(record["command"], record["versions"]),
     ]
