@@ -57,7 +57,7 @@ NEAREST = (
         "aamoe_jax/aamoe",
         ("tests/mixers/test_every_mixer.py -k aamoe", "tests/aamoe", "tests/generation/test_decoder.py"),
     ),
-    ("aamoe_jax/mixers/experts.py", ("tests/mixers/test_experts.py",)),
+    ("aamoe_jax/mixers/experts.py", ("tests/mixers/test_experts.py", "tests/training/test_auxiliary.py")),
     ("aamoe_jax/mixers/expert_sum.py", ("tests/mixers/test_experts.py",)),
     ("aamoe_jax/mixers/grouped.py", ("tests/mixers/test_experts.py",)),
     ("aamoe_jax/mixers/depth.py", ("tests/mixers/test_depth.py",)),
