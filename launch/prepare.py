@@ -108,7 +108,8 @@ def _prepare(corpus: Corpus, data_dir: str, tokenizer_spec: str, document_align:
         print(f"{split:<12}{documents:>12,}{size:>14,}{tokens:>14,}{records:>10,}")
     if metadata["left_out"]:
         print(f"left out: {metadata['left_out']}")
-    done = "was there already" if was_there else f"{time.perf_counter() - start:.1f} s"
+    seconds, size = time.perf_counter() - start, sum(metadata["bytes"].values())
+    done = "was there already" if was_there else f"{seconds:.1f} s, {size / seconds / 1e6:.1f} MB/s"
     print(f"{directory}: {done}, corpus digest {metadata['corpus_digest']}")
 
 

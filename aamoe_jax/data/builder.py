@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 import tensorflow_datasets as tfds
+import tqdm
 from jaxtyping import UInt
 
 from aamoe_jax.config import DataConfig
@@ -31,6 +32,8 @@ Existing = Literal["keep", "replace"]
 
 TARGET_BLOCK = 4096
 """Tokens per record, about: 8 KiB, where reading one record costs what opening it costs."""
+BATCH = 2**23
+"""Bytes of documents, about, that are tokenized at once, on all cores."""
 
 
 class _LocalInfo(tfds.core.DatasetInfo):
@@ -50,9 +53,11 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
 
     VERSION = tfds.core.Version(VERSION)
 
-    def __init__(self, corpus: Corpus, found: Survey, tokenizer: Tokenizer, document_align: int, data_dir: str):
+    def __init__(
+        self, corpus: Corpus, found: Survey, tokenizer: Tokenizer, document_align: int, data_dir: str, progress: Any
+    ):
         self._corpus, self._found, self._tokenizer = corpus, found, tokenizer
-        self._align = document_align
+        self._align, self._progress = document_align, progress
         self._block = document_align * max(1, TARGET_BLOCK // document_align)
         name = stream_name(corpus.name, tokenizer, document_align)
         config = tfds.core.BuilderConfig(name=name, description=corpus.description)
@@ -108,13 +113,9 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
         padding = functools.partial(np.full, fill_value=self._tokenizer.pad_id, dtype=dtype)
         rest = np.empty(0, dtype)
         tokens = start = length = documents = 0
-        for name, text in self._corpus.documents(split):
-            if name not in self._found.kept:
-                continue
-            if content_digest(text) != self._found.kept[name]:
-                raise self._changed()
+        for ids in self._encoded(split):
             documents += 1
-            document = np.append(self._tokenizer.encode(text), dtype(self._tokenizer.eos_id))
+            document = np.append(ids, dtype(self._tokenizer.eos_id))
             tokens += len(document)
             length = start + len(document)
             start = length + -length % self._align
@@ -128,6 +129,28 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
             raise self._changed()
         self.info.metadata["tokens"][split] = tokens
         self.info.metadata["length"][split] = length  # up to the last eos
+
+    def _encoded(self, split: Split) -> Iterator[UInt[np.ndarray, "n"]]:
+        """The tokens of every document."""
+        batch: list[bytes] = []
+        size = 0
+        for text in self._documents(split):
+            batch.append(text)
+            size += len(text)
+            if size >= BATCH:
+                yield from self._tokenizer.encode_batch(batch)
+                self._progress.update(size)
+                batch, size = [], 0
+        yield from self._tokenizer.encode_batch(batch)
+        self._progress.update(size)
+
+    def _documents(self, split: Split) -> Iterator[bytes]:
+        """The documents that the survey kept, as it found them."""
+        for name, text in self._corpus.documents(split):
+            if name in self._found.kept:
+                if content_digest(text) != self._found.kept[name]:
+                    raise self._changed()
+                yield text
 
     def _changed(self) -> DataError:
         return DataError(f"{self._corpus.name}: its files changed while they were read; run it again")
@@ -173,7 +196,11 @@ def prepare(
             # so that a removal cut short leaves nothing that looks finished either.
             doomed = directory.rename(directory.with_name(f"incomplete.{os.getpid()}"))
             shutil.rmtree(doomed)
-        _write(TokenStream(corpus, found, tokenizer, document_align, data_dir), directory)
+        # Says how long it takes, where standard error is a terminal.
+        with tqdm.tqdm(
+            desc=corpus.name, total=sum(found.bytes.values()), unit="B", unit_scale=True, leave=False, disable=None
+        ) as progress:
+            _write(TokenStream(corpus, found, tokenizer, document_align, data_dir, progress), directory)
     except (OSError, RuntimeError) as error:  # the second is what a full disk becomes in TFDS
         raise DataError(f"{directory}: cannot be written ({shown(error)}); name another folder: --data_dir") from error
     return read_metadata(*where, remedy=remedy)

@@ -10,7 +10,7 @@ import importlib.util
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -47,6 +47,10 @@ class Tokenizer(Protocol):
         """The tokens of a text, without special ones, in the `id_type` of the vocabulary."""
         ...
 
+    def encode_batch(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, "n"]]:
+        """`encode` of every text, on all cores where the library can."""
+        ...
+
     def decode(self, ids: Integer[np.ndarray, "n"]) -> bytes:
         """The inverse of `encode`; special tokens decode to nothing."""
         ...
@@ -70,6 +74,9 @@ class ByteTokenizer:
 
     def encode(self, text: bytes) -> UInt[np.ndarray, "n"]:
         return np.frombuffer(text, np.uint8).astype(np.uint16) + np.uint16(self._offset)
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, "n"]]:
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Integer[np.ndarray, "n"]) -> bytes:
         ids = np.asarray(ids, np.int64)
@@ -120,16 +127,20 @@ class SentencePieceTokenizer:
 
     def encode(self, text: bytes) -> UInt[np.ndarray, "n"]:
         """The pieces of a text, which must be UTF-8."""
-        try:
-            parts = text.decode("utf-8").split("▁")
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"the tokenizer {self.name!r} reads UTF-8 only ({error}); 'bytes' reads anything"
-            ) from error
-        ids: list[int] = self._processor.encode(parts[0])
-        for part in parts[1:]:
-            ids += self._escaped_space + self._processor.encode(part)
-        return np.array(ids, id_type(self.vocab_size))
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, "n"]]:
+        """The pieces of texts, which must be UTF-8; in as many threads as there are cores."""
+        parts = [text.split("▁") for text in _decoded(texts, self.name)]
+        encoded = iter(self._processor.encode([part for text in parts for part in text]))
+        return [np.array(self._joined(next(encoded) for _ in text), id_type(self.vocab_size)) for text in parts]
+
+    def _joined(self, parts: Iterator[list[int]]) -> list[int]:
+        """The pieces of a text out of those of its parts, between which U+2581 stood."""
+        ids = next(parts)
+        for part in parts:
+            ids += self._escaped_space + part
+        return ids
 
     def decode(self, ids: Integer[np.ndarray, "n"]) -> bytes:
         return b"".join(self._pieces[index] for index in ids)
@@ -174,13 +185,12 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: bytes) -> UInt[np.ndarray, "n"]:
         """The tokens of a text, which must be UTF-8."""
-        try:
-            ids = self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False).ids
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"the tokenizer {self.name!r} reads UTF-8 only ({error}); 'bytes' reads anything"
-            ) from error
-        return np.array(ids, id_type(self.vocab_size))
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, "n"]]:
+        """The tokens of texts, which must be UTF-8; in as many threads as there are cores."""
+        encoded = self._tokenizer.encode_batch_fast(_decoded(texts, self.name), add_special_tokens=False)
+        return [np.array(text.ids, id_type(self.vocab_size)) for text in encoded]
 
     def decode(self, ids: Integer[np.ndarray, "n"]) -> bytes:
         return b"".join(self._pieces[index] for index in ids)
@@ -265,6 +275,13 @@ def refuse_unfit(tokenizer: Tokenizer, name: str, remedy: str) -> None:
             raise DataError(
                 f"{name}: changes the text, so bits per byte would count bytes that are not there; {remedy}"
             )
+
+
+def _decoded(texts: Sequence[bytes], name: str) -> list[str]:
+    try:
+        return [text.decode("utf-8") for text in texts]
+    except UnicodeDecodeError as error:
+        raise DataError(f"the tokenizer {name!r} reads UTF-8 only ({error}); 'bytes' reads anything") from error
 
 
 def train_sentencepiece(documents: Iterable[bytes], *, kind: str, vocab_size: int) -> bytes:

@@ -41,7 +41,9 @@ def test_documents_start_at_multiples_of_align(tmp_path, align):
         assert stream.read(5, 5000).tolist() == (expected + [0] * 5000)[5:5000], "padding past the end"
 
 
-def test_documents_come_back(tmp_path):
+@pytest.mark.parametrize("batch", [1, 5000, 2**23])
+def test_documents_come_back(tmp_path, monkeypatch, batch):
+    monkeypatch.setattr(data.builder, "BATCH", batch)
     documents = random_documents(train=40, longest=3000)
     config = prepared(tmp_path, documents)
     for split in data.SPLITS:

@@ -54,6 +54,14 @@ def test_ids_are_those_of_the_library_and_bytes_come_back(tmp_path):
     assert ours.name.startswith("my_model-")
 
 
+def test_texts_at_once_are_texts_one_by_one(tmp_path):
+    ours = load_tokenizer(saved(tmp_path, trained()))
+    texts = [TEXT.encode(), b"", "\u2581 é".encode(), b"<|endoftext|> x"]
+    for ids, text in zip(ours.encode_batch(texts), texts, strict=True):
+        np.testing.assert_array_equal(ids, ours.encode(text))
+        assert ours.decode(ids) == text
+
+
 def test_names_of_special_tokens_in_a_text_are_text(tmp_path):
     theirs = trained()
     theirs.add_tokens(["return x"])

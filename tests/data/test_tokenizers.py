@@ -42,6 +42,14 @@ def test_sentencepiece_comes_back(model_path, text):
     assert not np.isin([tokenizer.eos_id, tokenizer.pad_id], ids).any()
 
 
+def test_texts_at_once_are_texts_one_by_one(model_path):
+    texts = [SAMPLE, b"", "a▁b▁".encode(), "▁".encode(), "é 😀".encode()]
+    for tokenizer in (SentencePieceTokenizer(model_path), ByteTokenizer()):
+        for ids, text in zip(tokenizer.encode_batch(texts), texts, strict=True):
+            np.testing.assert_array_equal(ids, tokenizer.encode(text))
+            assert tokenizer.decode(ids) == text
+
+
 def test_sentencepiece_compresses_and_its_training_repeats(model_path):
     assert len(SentencePieceTokenizer(model_path).encode(SAMPLE)) < len(SAMPLE) / 2
     assert train_sentencepiece([SAMPLE], kind="bpe", vocab_size=320) == model_path.read_bytes()
