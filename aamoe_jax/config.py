@@ -382,7 +382,7 @@ class DataConfig:
     data_dir: str = "data"
     """Where prepared datasets lie."""
     tokenizer: str = "bytes"
-    """`bytes` (ByT5 ids), or the path of a sentencepiece .model or of a byte-level tokenizer.json."""
+    """`bytes` (ByT5 ids), or the path of a sentencepiece .model, a byte-level tokenizer.json or a .tiktoken file."""
     seq_len: int = 1024
     """L: tokens per row."""
     document_align: int = 64

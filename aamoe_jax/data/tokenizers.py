@@ -4,11 +4,13 @@ A tokenizer here is a table: id -> the bytes it stands for. Decoding is a look-u
 token, from which bits per byte are counted: the one unit in which runs with different tokenizers compare.
 """
 
+import base64
 import functools
 import hashlib
 import importlib.util
 import io
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -83,7 +85,40 @@ class ByteTokenizer:
         return (ids[self.byte_lengths[ids] == 1] - self._offset).astype(np.uint8).tobytes()
 
 
-class SentencePieceTokenizer:
+class PieceTokenizer:
+    """A tokenizer of a library, as a table: what every id stands for."""
+
+    name: str
+    vocab_size: int
+    _pieces: list[bytes]
+
+    @functools.cached_property
+    def byte_lengths(self) -> Int32[np.ndarray, "vocab"]:
+        return np.array([len(piece) for piece in self._pieces], np.int32)
+
+    def encode(self, text: bytes) -> UInt[np.ndarray, "n"]:
+        """The tokens of a text, which must be UTF-8."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, "n"]]:
+        """The tokens of texts, which must be UTF-8; in as many threads as there are cores."""
+        try:
+            decoded = [text.decode("utf-8") for text in texts]
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"the tokenizer {self.name!r} reads UTF-8 only ({error}); 'bytes' reads anything"
+            ) from error
+        return [np.array(ids, id_type(self.vocab_size)) for ids in self._ids(decoded)]
+
+    def _ids(self, texts: list[str]) -> Iterator[Sequence[int]]:
+        """What the library makes of every text."""
+        raise NotImplementedError
+
+    def decode(self, ids: Integer[np.ndarray, "n"]) -> bytes:
+        return b"".join(self._pieces[index] for index in ids)
+
+
+class SentencePieceTokenizer(PieceTokenizer):
     """A sentencepiece model that loses nothing: byte fallback, no normalisation, no invented spaces.
 
     sentencepiece writes a space as U+2581, so a true U+2581 in the text would come back as a space. Its three bytes are
@@ -91,7 +126,7 @@ class SentencePieceTokenizer:
     """
 
     def __init__(self, path: str | Path):
-        sentencepiece = _import_sentencepiece()
+        sentencepiece = _imported("sentencepiece")
         path = Path(path)
         if not path.is_file():
             raise DataError(
@@ -121,19 +156,10 @@ class SentencePieceTokenizer:
             "add_dummy_prefix=False, as `aamoe prepare --train_tokenizer=bpe:8192` does",
         )
 
-    @functools.cached_property
-    def byte_lengths(self) -> Int32[np.ndarray, "vocab"]:
-        return np.array([len(piece) for piece in self._pieces], np.int32)
-
-    def encode(self, text: bytes) -> UInt[np.ndarray, "n"]:
-        """The pieces of a text, which must be UTF-8."""
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, "n"]]:
-        """The pieces of texts, which must be UTF-8; in as many threads as there are cores."""
-        parts = [text.split("▁") for text in _decoded(texts, self.name)]
+    def _ids(self, texts: list[str]) -> Iterator[Sequence[int]]:
+        parts = [text.split("▁") for text in texts]
         encoded = iter(self._processor.encode([part for text in parts for part in text]))
-        return [np.array(self._joined(next(encoded) for _ in text), id_type(self.vocab_size)) for text in parts]
+        return (self._joined(next(encoded) for _ in text) for text in parts)
 
     def _joined(self, parts: Iterator[list[int]]) -> list[int]:
         """The pieces of a text out of those of its parts, between which U+2581 stood."""
@@ -142,11 +168,8 @@ class SentencePieceTokenizer:
             ids += self._escaped_space + part
         return ids
 
-    def decode(self, ids: Integer[np.ndarray, "n"]) -> bytes:
-        return b"".join(self._pieces[index] for index in ids)
 
-
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(PieceTokenizer):
     """A byte-level tokenizer out of a `tokenizer.json`, such as those of GPT-2, Llama 3, Qwen and OLMo.
 
     Names of special tokens that occur in a text are text. A normalizer is left out: it would change bytes. Where there
@@ -154,7 +177,7 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | Path):
-        library, path = _import_tokenizers(), Path(path)
+        library, path = _imported("tokenizers"), Path(path)
         self._name = f"DataConfig.tokenizer = {str(path)!r}"
         if not path.is_file():
             raise DataError(f"{self._name}: there is no such file; copy the tokenizer.json of a model there")
@@ -179,21 +202,9 @@ class HuggingFaceTokenizer:
             "take one whose pre-tokenizer is ByteLevel, a sentencepiece .model, or 'bytes'",
         )
 
-    @functools.cached_property
-    def byte_lengths(self) -> Int32[np.ndarray, "vocab"]:
-        return np.array([len(piece) for piece in self._pieces], np.int32)
-
-    def encode(self, text: bytes) -> UInt[np.ndarray, "n"]:
-        """The tokens of a text, which must be UTF-8."""
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[bytes]) -> list[UInt[np.ndarray, "n"]]:
-        """The tokens of texts, which must be UTF-8; in as many threads as there are cores."""
-        encoded = self._tokenizer.encode_batch_fast(_decoded(texts, self.name), add_special_tokens=False)
-        return [np.array(text.ids, id_type(self.vocab_size)) for text in encoded]
-
-    def decode(self, ids: Integer[np.ndarray, "n"]) -> bytes:
-        return b"".join(self._pieces[index] for index in ids)
+    def _ids(self, texts: list[str]) -> Iterator[Sequence[int]]:
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return (text.ids for text in encoded)
 
     def _table(self) -> list[bytes]:
         """What every id stands for; nothing for special tokens, and for ids that are not there."""
@@ -242,6 +253,60 @@ class HuggingFaceTokenizer:
         return self._tokenizer.token_to_id(content) if isinstance(content, str) else None
 
 
+class TiktokenTokenizer(PieceTokenizer):
+    """The ranks of a `.tiktoken` file. A `tokenizer_config.json` beside it has what such a file lacks.
+
+    That is `pat_str`, the regular expression that cuts a text before its bytes are merged. `special_tokens`, names and
+    ids, and `eos_token`, one of them, may be left out. Padding is an id past the last.
+    """
+
+    def __init__(self, path: str | Path):
+        library, path = _imported("tiktoken"), Path(path)
+        settings = path.with_name(SETTINGS)
+        ranks, model = _ranks(path)
+        pattern, special, end = self._settings(settings, ranks)
+        try:
+            self._encoding = library.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        except ValueError as error:
+            raise DataError(f"{settings}: pat_str cannot be used ({shown(error)})") from error
+        self.eos_id, self.pad_id = special[end], 1 + max(*ranks.values(), *special.values())
+        self.vocab_size = self.pad_id + 1
+        self._pieces = [b""] * self.vocab_size
+        for piece, index in ranks.items():
+            self._pieces[index] = piece
+        self.digest = hashlib.sha256(model + json.dumps([pattern, sorted(special.items()), end]).encode()).hexdigest()
+        self.name = f"{re.sub(r'[^a-zA-Z0-9_]', '_', path.stem)}-{self.digest[:8]}"
+        refuse_unfit(self, f"tokenizer {str(path)!r}", f"correct the pat_str of {settings}")
+
+    @staticmethod
+    def _settings(path: Path, ranks: dict[bytes, int]) -> tuple[str, dict[str, int], str]:
+        """The regular expression, the special tokens, and which of them ends a text."""
+        if not path.is_file():
+            raise DataError(
+                f'{path}: there is no such file; write {{"pat_str": "..."}} there, the regular expression of the '
+                "model, such as tiktoken.get_encoding('cl100k_base')._pat_str"
+            )
+        try:
+            named = json.loads(path.read_bytes())
+            pattern = str(named["pat_str"])
+            special = {str(token): int(index) for token, index in dict(named.get("special_tokens", {})).items()}
+            end = named.get("eos_token", ENDS[0])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise DataError(f"{path}: must be a JSON object with pat_str, a text ({shown(repr(error))})") from error
+        special.setdefault(end, 1 + max(*ranks.values(), *special.values()))
+        if taken := set(ranks.values()) & set(special.values()):
+            raise DataError(f"{path}: special_tokens has ids that other tokens have: {shown(sorted(taken))}")
+        return pattern, special, end
+
+    def _ids(self, texts: list[str]) -> Iterator[Sequence[int]]:
+        encoded = self._encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
+        for ids, text in zip(encoded, texts, strict=True):
+            # tiktoken is silent about text that the regular expression does not match.
+            if self.byte_lengths[ids].sum() != len(text.encode()):
+                raise DataError(f"the tokenizer {self.name!r}: its pat_str leaves out some of a text")
+            yield ids
+
+
 def load_tokenizer(spec: str) -> Tokenizer:
     """The tokenizer that `DataConfig.tokenizer` names."""
     if spec == "bytes":
@@ -250,9 +315,11 @@ def load_tokenizer(spec: str) -> Tokenizer:
         return SentencePieceTokenizer(spec)
     if spec.endswith(".json"):
         return HuggingFaceTokenizer(spec)
+    if spec.endswith(".tiktoken"):
+        return TiktokenTokenizer(spec)
     raise DataError(
-        f"DataConfig.tokenizer = {spec!r}: must be 'bytes', the path of a sentencepiece .model, or that of a "
-        "tokenizer.json"
+        f"DataConfig.tokenizer = {spec!r}: must be 'bytes', or the path of a sentencepiece .model, a tokenizer.json "
+        "or a .tiktoken file"
     )
 
 
@@ -277,16 +344,9 @@ def refuse_unfit(tokenizer: Tokenizer, name: str, remedy: str) -> None:
             )
 
 
-def _decoded(texts: Sequence[bytes], name: str) -> list[str]:
-    try:
-        return [text.decode("utf-8") for text in texts]
-    except UnicodeDecodeError as error:
-        raise DataError(f"the tokenizer {name!r} reads UTF-8 only ({error}); 'bytes' reads anything") from error
-
-
 def train_sentencepiece(documents: Iterable[bytes], *, kind: str, vocab_size: int) -> bytes:
     """A sentencepiece model of UTF-8 documents, as bytes. `kind`: "bpe" or "unigram"."""
-    sentencepiece = _import_sentencepiece()
+    sentencepiece = _imported("sentencepiece")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -325,20 +385,27 @@ def _lines(documents: Iterable[bytes]) -> Iterator[str]:
         yield from (line for line in document.decode("utf-8").split("\n") if line)
 
 
-def _import_sentencepiece() -> Any:
-    if importlib.util.find_spec("sentencepiece") is None:
-        raise DataError("sentencepiece is not installed: `pip install aamoe_jax[text]`, or use tokenizer 'bytes'")
-    import sentencepiece
-
-    return sentencepiece
+def _imported(library: str) -> Any:
+    if importlib.util.find_spec(library) is None:
+        raise DataError(f"{library} is not installed: `pip install aamoe_jax[text]`, or use tokenizer 'bytes'")
+    return importlib.import_module(library)
 
 
-def _import_tokenizers() -> Any:
-    if importlib.util.find_spec("tokenizers") is None:
-        raise DataError("tokenizers is not installed: `pip install aamoe_jax[text]`, or use tokenizer 'bytes'")
-    import tokenizers
-
-    return tokenizers
+def _ranks(path: Path) -> tuple[dict[bytes, int], bytes]:
+    """The tokens of a `.tiktoken` file, and its content."""
+    named = f"DataConfig.tokenizer = {str(path)!r}"
+    if not path.is_file():
+        raise DataError(f"{named}: there is no such file; copy the .tiktoken file of a model there")
+    model = path.read_bytes()
+    try:
+        lines = (line.split() for line in model.splitlines())
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except ValueError as error:
+        raise DataError(f"{named}: is no file of tiktoken, or damaged ({shown(error)})") from error
+    # tiktoken would abort at such a byte.
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise DataError(f"{named}: is damaged: it has no token for byte {missing[0]}")
+    return ranks, model
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Tokenizers of Hugging Face: bytes come back, special tokens stay out of texts, large vocabularies fit a stream."""
 
+import base64
 import importlib.util
 import json
 
@@ -144,3 +145,71 @@ def test_what_cannot_be_used_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"pip install aamoe_jax\[text\]"):
         load_tokenizer(good)
+
+
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""Of GPT-2, which ByteLevel has for its default."""
+
+
+def ranked(folder, theirs: Tokenizer, **settings) -> str:
+    """The same vocabulary as a file of tiktoken: tokens in the order in which they were merged."""
+    byte_of = {letter: byte for byte, letter in enumerate(letters())}
+    vocabulary = sorted((index, token) for token, index in theirs.get_vocab().items() if token != END)
+    tokens = [bytes(byte_of[letter] for letter in token) for _, token in vocabulary]
+    lines = [b"%s %d" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
+    (folder / "my-ranks.tiktoken").write_bytes(b"\n".join(lines) + b"\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"pat_str": PATTERN} | settings))
+    return str(folder / "my-ranks.tiktoken")
+
+
+def test_files_of_tiktoken_give_the_same_tokens(tmp_path):
+    theirs = trained()
+    ours = load_tokenizer(ranked(tmp_path, theirs))
+    texts = [TEXT.encode(), b"", f"{END} it's \u2581 12\n\n".encode()]
+    for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
+        # The first id of the other vocabulary is the special token.
+        assert (ids + 1).tolist() == load_tokenizer(saved(tmp_path, theirs)).encode(text).tolist()
+        assert ours.decode(ids) == text
+    size = theirs.get_vocab_size() - 1
+    assert (ours.eos_id, ours.pad_id, ours.vocab_size) == (size, size + 1, size + 2)
+    assert ours.name == f"my_ranks-{ours.digest[:8]}"
+    special = {"<stop>": 450, "<start>": 451}
+    named = load_tokenizer(ranked(tmp_path, theirs, special_tokens=special, eos_token="<stop>"))
+    assert (named.eos_id, named.pad_id, named.vocab_size) == (450, 452, 453)
+    assert named.digest != ours.digest
+    assert not named.byte_lengths[size:].any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pat_str": "("}, r"tokenizer_config.json: pat_str cannot be used"),
+        ({"pat_str": r"\p{L}+"}, "its pat_str leaves out some of a text"),
+        ({"special_tokens": {"a": 200}}, r"special_tokens has ids that other tokens have: \[200\]"),
+        ({"special_tokens": {"a": "b"}}, "must be a JSON object with pat_str"),
+        ({"special_tokens": 3}, "must be a JSON object with pat_str"),
+        (None, r'tokenizer_config.json: there is no such file; write \{"pat_str"'),
+    ],
+)
+def test_settings_of_tiktoken_that_do_not_fit_are_told(tmp_path, settings, message):
+    path = ranked(tmp_path, trained(), **(settings or {}))
+    if settings is None:
+        (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(path)
+
+
+def test_damaged_files_of_tiktoken_are_told(tmp_path):
+    path = tmp_path / "my-ranks.tiktoken"
+    ranked(tmp_path, trained())
+    lines = path.read_bytes().splitlines(keepends=True)
+    for content, message in (
+        (b"".join(lines[:20]), "it has no token for byte"),
+        (b"{}", "is no file of tiktoken"),
+        (b"!!! 4\n", "is no file of tiktoken"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            load_tokenizer(str(path))
+    with pytest.raises(DataError, match="there is no such file; copy"):
+        load_tokenizer(str(tmp_path / "other.tiktoken"))

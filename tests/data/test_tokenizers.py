@@ -118,7 +118,7 @@ def test_a_vocabulary_too_large_for_its_text_is_an_error():
 
 
 def test_bad_names_say_what_to_do(tmp_path):
-    with pytest.raises(DataError, match=r"'gpt2': must be 'bytes', the path of a sentencepiece"):
+    with pytest.raises(DataError, match=r"'gpt2': must be 'bytes', or the path of a sentencepiece"):
         load_tokenizer("gpt2")
     with pytest.raises(DataError, match="train_tokenizer=bpe:8192"):
         load_tokenizer(str(tmp_path / "absent.model"))
