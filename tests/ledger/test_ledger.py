@@ -88,6 +88,20 @@ def test_dec_14_in_bfloat16_with_groups_of_heads(name):
     assert exact(name, config, 3, 96).activation_bytes == pytest.approx(saved, rel=0.25)
 
 
+def test_dec_13_heads_of_filtered_attention_are_computed_one_after_the_other():
+    """Where one block of one head is much of what there is."""
+    config = dataclasses.replace(CONFIG, d_model=64, d_ff=64, own=(FilteredAttentionConfig("message_norm"),))
+    mine, theirs = (count("filtered_attention", config, 1, 256) for count in (exact, compiled))
+    assert mine.prefill_flops == pytest.approx(theirs.prefill_flops, rel=0.05)
+
+
+def test_dec_14_what_a_router_of_many_experts_keeps():
+    aamoe = dataclasses.replace(SMALL.aamoe, router="pooled", num_experts=1024)
+    config = dataclasses.replace(SMALL, num_heads=8, aamoe=aamoe)
+    mine, held = (count("aamoe", config, 3, 96) for count in (exact, saved_bytes))
+    assert mine.activation_bytes == pytest.approx(held, rel=0.1)
+
+
 @pytest.mark.parametrize("name", MIXERS)
 def test_dec_15_cache_bytes_are_those_of_the_arrays(name):
     """To the byte, in bfloat16, with groups of heads, at a length that is no multiple of anything."""

@@ -330,6 +330,18 @@ class TestPM11:
         assert sorted(distances.argmin(1)) == [0, 1, 2, 3]
         assert distances.min(1).max() < 0.1
 
+    def test_the_loss_is_the_mean_over_heads_of_squared_distances(self):
+        """To the nearest centroid, and to all of them a little; padding counts nowhere."""
+        config = dataclasses.replace(config_of(ClusteredAttentionConfig(6, 2, learn_centroids=True)), num_kv_heads=2)
+        part = ClusteredAttention(config, rngs=nnx.Rngs(0))
+        h = inputs(2, LENGTH)
+        _, about = apply(part, h, context_of(config, 2, LENGTH, segment_ids=SEGMENTS))
+        keys = np.asarray(part.qkv(h)[1], np.float64)[np.asarray(SEGMENTS) > 0]
+        centroids = np.asarray(part.centroids[...], np.float64).reshape(6, 2, 8)
+        distances = np.square(keys[:, None] - centroids).sum(-1)
+        wanted = (distances.min(1) + 0.01 * distances.mean(1)).sum(0).mean() / 2
+        assert float(about["centroid_loss"]) == pytest.approx(wanted, rel=1e-5)
+
     def test_a_centroid_without_points_stays(self):
         points = np.zeros((3, 2))
         centroids = clusters.lloyd(points, np.array([[0.0, 1.0], [9.0, 9.0]]), 2)

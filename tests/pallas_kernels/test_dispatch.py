@@ -6,6 +6,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import chips
@@ -40,6 +41,23 @@ def test_long_rows_are_gathered_where_fast_memory_is_small():
         times = dispatch.modelled(long, length // 128, "v5p", plans)
         ratios.append(times["resident"] / times["gathered"])
     assert ratios[0] < 1 < ratios[1]
+
+
+def test_few_tokens_of_many_experts_take_what_moving_the_experts_takes():
+    """Keys and values of all in bfloat16 in both passes, and their gradients in float32, read and written."""
+    few = problem(128, 1, experts=4096)
+    plans = {"resident": dispatch.PLANS["resident"](few)}
+    moved = 4096 * 128 * 1024 * (2 * 2 * 2 + 2 * 2 * 4)
+    time = dispatch.modelled(few, 1, "v5e", plans)["resident"]
+    assert time == pytest.approx(moved / chips.TPUS["v5e"].bandwidth * 1e9, rel=0.001)
+
+
+@pytest.mark.parametrize("chip", chips.TPUS)
+def test_chips_are_what_jax_takes_them_for(chip):
+    theirs = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion(chip.removeprefix("tpu")), 1)  # one core
+    ours = chips.TPUS[chip]
+    assert (ours.vmem, ours.bandwidth) == (theirs.vmem_capacity_bytes, theirs.mem_bw_bytes_per_second)
+    assert ours.flops == pytest.approx(theirs.bf16_ops_per_second, rel=0.005)  # 918 or 920 TFLOP/s
 
 
 def test_what_a_path_refuses_is_not_chosen():
