@@ -95,7 +95,7 @@ def test_dec_13_heads_of_filtered_attention_are_computed_one_after_the_other():
     assert mine.prefill_flops == pytest.approx(theirs.prefill_flops, rel=0.05)
 
 
-def test_dec_14_what_a_router_of_many_experts_keeps():
+def test_dec_14_what_a_router_of_aamoe_keeps():
     aamoe = dataclasses.replace(SMALL.aamoe, router="pooled", num_experts=1024)
     config = dataclasses.replace(SMALL, num_heads=8, aamoe=aamoe)
     mine, held = (count("aamoe", config, 3, 96) for count in (exact, saved_bytes))
