@@ -12,7 +12,7 @@ from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.ledger.compiled import beyond_one_turn
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.costs import Setting
-from aamoe_jax.mixers.depth import MixtureOfDepths, MixtureOfDepthsConfig
+from aamoe_jax.mixers.depth import MixtureOfDepths, MixtureOfDepthsConfig, TokenPredictor
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.training.optimizer import beside_mask
 from tests.aamoe.helpers import model_config
@@ -90,6 +90,12 @@ def test_the_predictor_learns_the_best_of_the_row_whoever_goes_through():
     guess = np.asarray(mixer.predictor(h), np.float64)
     loss = np.where(best, np.logaddexp(0, -guess), np.logaddexp(0, guess))[ROWS.segment_ids > 0].sum()
     assert float(of_prefix["predictor_loss"]) == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_predictor_begins_with_weights_of_variance_1_over_fan_in():
+    predictor = TokenPredictor(64, 400, rngs=nnx.Rngs(0))
+    assert float(predictor.hidden[...].std()) == pytest.approx(64**-0.5, rel=0.05)
+    assert float(predictor.output[...].std()) == pytest.approx(400**-0.5, rel=0.1)
 
 
 @pytest.mark.parametrize("capacity", [0.125, 0.3, 0.5, 1.0])
