@@ -274,7 +274,8 @@ class TestFixedMaps:
         """The map of the second layer is of what the first layer makes of the sequence."""
         config = dataclasses.replace(CONFIG, pattern=(f"{name}+feed_forward",))
         params, tokens = random_params(config), tokens_of(1, LENGTH)
-        before = run(config, params, tokens, detail="maps")[1]["attention_map"]
+        before = jax.block_until_ready(run(config, params, tokens, detail="maps"))[1]["attention_map"]
+        # JAX reads NumPy arrays where they lie, so it has to be through with them before they change.
         params["periods"]["blocks"]["1_feed_forward"]["mixer"]["parts"]["feed_forward"]["value"]["kernel"][0] *= -1.0
         after = run(config, params, tokens, detail="maps")[1]["attention_map"]
         changed = [float(jnp.abs(old - new).max()) for old, new in zip(before, after, strict=True)]
@@ -307,7 +308,7 @@ class TestDEC08:
     def test_maps_of_all_layers_are_there_before_the_first(self):
         config = dataclasses.replace(CONFIG, pattern=("static_qk+feed_forward",))
         params, tokens = random_params(config), tokens_of(2, LENGTH)
-        before = run(config, params, tokens, detail="maps")
+        before = jax.block_until_ready(run(config, params, tokens, detail="maps"))
         for value in params["periods"]["blocks"]["1_feed_forward"]["mixer"]["parts"]["feed_forward"].values():
             value["kernel"][0] *= 2.0
         qkv = params["periods"]["blocks"]["0_static_qk"]["mixer"]["parts"]["attention"]["qkv"]
