@@ -16,6 +16,16 @@ def attention(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig) -> n
     return attend(params["parts"]["attention"], h, rows, config)
 
 
+def convolved_attention(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig) -> np.ndarray:
+    layer = params["parts"]["attention"]
+    looked_back = h.copy()
+    for row, i in np.ndindex(h.shape[:2]):
+        for s, weight in enumerate(layer["convolution"]["kernel"], start=1):
+            if i - s in rows.seen(row, i):
+                looked_back[row, i] += weight * h[row, i - s]
+    return attend(layer, h, rows, config, of_scores=looked_back)
+
+
 def local_attention(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig) -> np.ndarray:
     window = config.of(SparseAttentionConfig).window
     return attend(params["parts"]["attention"], h, rows, config, lambda i, j: i - j < window)
@@ -44,9 +54,13 @@ def feed_forward(params: dict, h: np.ndarray, rows: Rows, config: ModelConfig) -
     return np.maximum(h @ layer["key"]["kernel"], 0) @ layer["value"]["kernel"]
 
 
-def attend(layer, h, rows, config, keeps=lambda i, j: True, memory=None) -> np.ndarray:
-    """Every token of every row and head by itself. `keeps(i, j)` are positions in the document."""
-    query, key, value = (heads_of(h @ layer["qkv"][name]["kernel"], config) for name in ("query", "key", "value"))
+def attend(layer, h, rows, config, keeps=lambda i, j: True, memory=None, of_scores=None) -> np.ndarray:
+    """Every token of every row and head by itself. `keeps(i, j)` are positions in the document; queries and keys are of
+    h, or of `of_scores`."""
+    inputs = {"query": of_scores, "key": of_scores, "value": None}
+    query, key, value = (
+        heads_of((h if x is None else x) @ layer["qkv"][name]["kernel"], config) for name, x in inputs.items()
+    )
     if config.qk_norm == "rms":
         query, key = (rms(x, layer["qkv"][f"{n}_norm"]["scale"]) for n, x in (("query", query), ("key", key)))
     output = np.zeros((*h.shape[:2], config.num_heads, config.head_dim))
@@ -71,6 +85,7 @@ ORACLES = {
     for function in (
         parallel,
         attention,
+        convolved_attention,
         local_attention,
         strided_attention,
         sink_attention,

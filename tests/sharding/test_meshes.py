@@ -71,7 +71,7 @@ STACKS = {
     "beside dense mixers": (
         "aamoe",
         "all_attention+mixture_of_depths",
-        "parallel+swiglu+sqrt_attention+gated_attention+filtered_attention+clustered_attention",
+        "parallel+swiglu+sqrt_attention+gated_attention+filtered_attention+clustered_attention+convolved_attention",
     ),
     "deconstructed": ("mlp+approximate+non_approximate+static_qk+random_qk+fixed_qk",),
     "experts": ("moe+switch+relu_moe",),
