@@ -26,6 +26,7 @@ from aamoe_jax.data.corpora import SPLITS, Corpus, Split, Survey, builtin_corpus
 from aamoe_jax.data.errors import DataError, shown
 from aamoe_jax.data.integrity import write_sums
 from aamoe_jax.data.stream import VERSION, dataset_metadata, read_metadata, stream_dir, stream_name
+from aamoe_jax.data.tokenized import TokenizedBatches
 from aamoe_jax.data.tokenizers import Tokenizer, id_type, load_tokenizer
 
 Existing = Literal["keep", "replace"]
@@ -54,9 +55,16 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
     VERSION = tfds.core.Version(VERSION)
 
     def __init__(
-        self, corpus: Corpus, found: Survey, tokenizer: Tokenizer, document_align: int, data_dir: str, progress: Any
+        self,
+        corpus: Corpus,
+        found: Survey,
+        tokenizer: Tokenizer,
+        batches: TokenizedBatches,
+        document_align: int,
+        data_dir: str,
+        progress: Any,
     ):
-        self._corpus, self._found, self._tokenizer = corpus, found, tokenizer
+        self._corpus, self._found, self._tokenizer, self._batches = corpus, found, tokenizer, batches
         self._align, self._progress = document_align, progress
         self._block = document_align * max(1, TARGET_BLOCK // document_align)
         name = stream_name(corpus.name, tokenizer, document_align)
@@ -138,10 +146,11 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
             batch.append(text)
             size += len(text)
             if size >= BATCH:
-                yield from self._tokenizer.encode_batch(batch)
+                yield from self._batches.encode(batch)
                 self._progress.update(size)
                 batch, size = [], 0
-        yield from self._tokenizer.encode_batch(batch)
+        if batch:
+            yield from self._batches.encode(batch)
         self._progress.update(size)
 
     def _documents(self, split: Split) -> Iterator[bytes]:
@@ -162,7 +171,7 @@ def prepare(
     """Writes the token stream of a corpus below `data_dir` unless it is there. Returns its metadata.
 
     The folder appears in one rename when all of it is written, so a prepare that was killed leaves nothing that looks
-    finished.
+    finished. It leaves the batches that it had tokenized, which the next one reads.
 
     Args:
       existing: "keep" a finished dataset of the same corpus, or "replace" it.
@@ -181,6 +190,7 @@ def prepare(
             )
     where = data_dir, corpus.name, tokenizer, document_align
     directory = stream_dir(*where)
+    batches = TokenizedBatches(directory.parent.with_name(f"{directory.parent.name}.tokenized"), tokenizer)
     remedy = "pass --existing=replace, or another --data_dir"
     if existing == "keep" and directory.is_dir():
         metadata = read_metadata(*where, remedy=remedy)
@@ -200,7 +210,8 @@ def prepare(
         with tqdm.tqdm(
             desc=corpus.name, total=sum(found.bytes.values()), unit="B", unit_scale=True, leave=False, disable=None
         ) as progress:
-            _write(TokenStream(corpus, found, tokenizer, document_align, data_dir, progress), directory)
+            _write(TokenStream(corpus, found, tokenizer, batches, document_align, data_dir, progress), directory)
+        batches.remove()
     except (OSError, RuntimeError) as error:  # the second is what a full disk becomes in TFDS
         raise DataError(f"{directory}: cannot be written ({shown(error)}); name another folder: --data_dir") from error
     return read_metadata(*where, remedy=remedy)

@@ -143,6 +143,56 @@ data.prepare(memory_corpus(random_documents()), data_dir={str(tmp_path)!r}, toke
     assert prepare(tmp_path, random_documents())["documents"]["train"] == 12
 
 
+class TestResume:
+    """What a prepare that was stopped had tokenized is not tokenized again."""
+
+    class Interrupted(data.ByteTokenizer):
+        """Stops at the last document, the first time that it comes to it."""
+
+        def __init__(self):
+            self.seen: list[bytes] = []
+
+        def encode(self, text):
+            self.seen.append(text)
+            if text == random_documents()["test"][-1][1] and text not in self.seen[:-1]:
+                raise KeyboardInterrupt
+            return super().encode(text)
+
+    @pytest.fixture
+    def tokenizer(self, tmp_path, monkeypatch):
+        """One batch a document; all but the last have been tokenized."""
+        monkeypatch.setattr(data.builder, "BATCH", 1)
+        tokenizer = self.Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            self.prepare(tmp_path, tokenizer)
+        assert len(tokenizer.seen) == sum(map(len, random_documents().values()))
+        return tokenizer
+
+    def prepare(self, folder, tokenizer):
+        corpus = memory_corpus(random_documents())
+        return data.prepare(corpus, data_dir=str(folder), tokenizer=tokenizer, document_align=ALIGN)
+
+    def test_the_rest_alone_is_tokenized(self, tokenizer, tmp_path):
+        before = len(tokenizer.seen)
+        metadata = self.prepare(tmp_path, tokenizer)
+        assert tokenizer.seen[before:] == [random_documents()["test"][-1][1]]
+        assert metadata == prepare(tmp_path / "whole", random_documents())
+        for split in data.SPLITS:
+            resumed, whole = (
+                data.Stream(DataConfig(data_dir=str(folder), document_align=ALIGN), "tiny", split)
+                for folder in (tmp_path, tmp_path / "whole")
+            )
+            assert resumed.read(0, len(whole)).tolist() == whole.read(0, len(whole)).tolist()
+        assert not list(tmp_path.rglob("*.tokenized"))
+
+    def test_a_torn_file_is_tokenized_again(self, tokenizer, tmp_path):
+        before = len(tokenizer.seen)
+        torn, *_ = sorted(tmp_path.rglob("*.tokenized/*"))
+        torn.write_bytes(torn.read_bytes()[:-30])
+        self.prepare(tmp_path, tokenizer)
+        assert len(tokenizer.seen[before:]) == 2
+
+
 def test_two_prepares_at_once_give_one_dataset(tmp_path):
     documents = random_documents()
 
