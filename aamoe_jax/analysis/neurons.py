@@ -181,7 +181,8 @@ def as_neurons(
 
     Args:
       name, mixer: as `mixers_of` gives them.
-      x: normed inputs that the heads have grown by, the last of them the query's; None: heads are still empty.
+      x: normed inputs that the heads have grown by, the last of them the query's; None: heads are still empty. Where
+        queries come from a convolution, evaluate at the last row of `convolved`.
       positions: in the document; None: 0, 1, 2, ...
 
     Raises:
@@ -196,8 +197,9 @@ def as_neurons(
     for part in _parts(mixer):
         if "qkv" in part:
             heads, activation = heads_of(part, config), MIXERS[name].heads
-            maps = [heads.W_K, heads.W_V, *([_repeated(part["gate"], config)] if activation == "gated_root" else [])]
-            keys, values, *gates = (np.einsum("nd,Hdk->Hnk", x, weights) for weights in maps)
+            maps = [heads.W_V, *([_repeated(part["gate"], config)] if activation == "gated_root" else [])]
+            keys = np.einsum("nd,Hdk->Hnk", convolved(part, x), heads.W_K)
+            values, *gates = (np.einsum("nd,Hdk->Hnk", x, weights) for weights in maps)
             found["heads"] = heads.network(keys, values, activation, positions - positions[-1:], *gates)
         for rows, label in (("memory", "memory"), ("expert", "experts")):
             if f"{rows}_keys" in part:
@@ -210,6 +212,17 @@ def as_neurons(
             keys, values = _float64(part["keys"]), _float64(part["values"])
             found["experts"] = Neurons(keys.swapaxes(1, 2), values, "relu")
     return found
+
+
+def convolved(part: Params, x: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
+    """What the keys of a layer are projected from: its inputs, or their causal convolution."""
+    if "convolution" not in part:
+        return x
+    kernel = _float64(part["convolution"]["kernel"])
+    earlier = np.concatenate([np.zeros_like(kernel), x])
+    return x + sum(
+        weights * earlier[len(kernel) - back : len(earlier) - back] for back, weights in enumerate(kernel, 1)
+    )
 
 
 def mixers_of(params: Params, config: ModelConfig) -> Iterator[tuple[int, str, Params]]:

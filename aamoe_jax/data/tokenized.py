@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import io
 import os
 import shutil
 from collections.abc import Sequence
@@ -40,9 +41,10 @@ class TokenizedBatches:
         written = self._folder / f"incomplete.{os.getpid()}"
         with contextlib.suppress(FileNotFoundError):  # another program has finished, and removed the folder
             self._folder.mkdir(parents=True, exist_ok=True)
-            with open(written, "wb") as file:
-                np.save(file, ends)
-                np.save(file, np.concatenate(documents))
+            content = io.BytesIO()  # np.save to a file tells of a full disk by numbers of bytes alone
+            np.save(content, ends)
+            np.save(content, np.concatenate(documents))
+            written.write_bytes(content.getbuffer())
             written.rename(path)
         return documents
 

@@ -28,7 +28,11 @@ class ConvolvedCache(NamedTuple):
     before: Float[Array, "b t d"]
 
 
-@register("convolved_attention", "causal attention whose queries and keys know the three tokens before theirs")
+@register(
+    "convolved_attention",
+    "causal attention whose queries and keys know the three tokens before theirs",
+    heads="softmax",
+)
 class ConvolvedAttention(CausalAttention):
     """softmax(q K^T / sqrt(k)) V, with q and k projected from a convolution of h and v from h itself, as in AA-MoE.
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from aamoe_jax.aamoe.layer import AAMoELayer
 from aamoe_jax.analysis import neurons
-from aamoe_jax.analysis.neurons import as_neurons, heads_of
+from aamoe_jax.analysis.neurons import as_neurons, convolved, heads_of
 from aamoe_jax.config import ConfigError, ModelConfig
 from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.experts import MoEConfig, expert_width
@@ -62,6 +62,13 @@ class TestPM01:
         found = sum(network.evaluate(X[-1]).sum(0) for network in networks.values())
         np.testing.assert_allclose(found, oracle(name, mixer, config)[-1], atol=1e-12, rtol=1e-12)
 
+    def test_keys_and_queries_of_a_convolution(self):
+        mixer = mixer_of("convolved_attention")
+        (heads,) = as_neurons("convolved_attention", mixer, CONFIG, X).values()
+        (part,) = mixer["parts"].values()
+        found = heads.evaluate(convolved(part, X)[-1]).sum(0)
+        np.testing.assert_allclose(found, oracle("convolved_attention", mixer, CONFIG)[-1], atol=1e-12)
+
     def test_memory_is_more_neurons_of_the_heads(self):
         mixer = mixer_of("all_attention")
         networks = as_neurons("all_attention", mixer, CONFIG, X)
@@ -72,15 +79,19 @@ class TestPM01:
     @pytest.mark.parametrize("qk_norm", ["rms", "none"])
     def test_experts_are_more_neurons_of_the_heads(self, qk_norm):
         """Of a layer that can afford everything, at every token of a row of whole chunks."""
-        config = model_config(beta=100.0, bias="none", local="routed", qk_norm=qk_norm)
+        config = model_config(
+            beta=100.0, bias="none", local="routed", qk_norm=qk_norm, key_convolution=True, query_convolution=True
+        )
         layer = AAMoELayer(config, rngs=nnx.Rngs(0))
+        kernel = layer.convolution.kernel
+        kernel[...] = jax.random.normal(jax.random.key(1), kernel.shape)
         h, context = jax.random.normal(jax.random.key(0), (1, 2 * M, 32)), context_of(config, 1, 2 * M)
         wanted = apply(layer, h, context)[0][0]
         mixer, x = nnx.to_pure_dict(nnx.state(layer)), np.asarray(h[0], np.float64)
         for i in (0, M, 2 * M - 1):
             networks = as_neurons("aamoe", mixer, config, x[: i + 1])
             assert networks["experts"].M.shape == (4, 6 * M, 32)
-            found = together(networks["heads"], networks["experts"]).evaluate(x[i]).sum(0)
+            found = together(networks["heads"], networks["experts"]).evaluate(convolved(mixer, x)[i]).sum(0)
             np.testing.assert_allclose(found, wanted[i], atol=1e-5)
 
     def test_experts_of_a_mixture_are_networks_side_by_side(self):
