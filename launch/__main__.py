@@ -22,6 +22,7 @@ PROGRAMS = {
     "evaluate": "launch.evaluate",
     "generate": "launch.generate",
     "choose": "launch.choose",
+    "harness": "launch.harness",
     "inspect": "launch.inspect",
     "draw": "launch.draw",
     "goodput": "launch.goodput",
@@ -34,6 +35,7 @@ PROGRAMS = {
     "systems": "launch.systems",
     "studies": "experiments.studies",
     "recall": "experiments.recall",
+    "ruler": "experiments.ruler",
     "local_context": "experiments.local_context",
 }
 """Subcommands and their modules, in the order in which they are listed."""

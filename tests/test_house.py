@@ -31,7 +31,7 @@ LAYERS = (
     ("training",),
     ("evaluation", "preflight"),
     ("generation", "analysis"),
-    ("check",),
+    ("check", "harness"),
     ("__init__",),
 )
 """The packages and modules of aamoe_jax, each above what it may import. Those of one line do not import each other."""

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ConfigError
 from aamoe_jax.data.errors import shown
@@ -92,32 +92,53 @@ def log_probabilities(
     Raises:
       ConfigError: a choice that does not fit into a row with a token before it, or has no token.
     """
-    params = jax.tree.map(jnp.asarray, params)
     rows = [_row(item, choice, tokenizer, length) for item in items for choice in item.choices]
+    found, _ = score_rows(graphdef, params, rows, budget=budget, length=length, batch_size=batch_size)
+    ends = np.cumsum([len(item.choices) for item in items])[:-1]
+    return np.split(found, ends)
+
+
+def score_rows(
+    graphdef: nnx.GraphDef,
+    params: dict[str, Any],
+    rows: Sequence[Row],
+    *,
+    budget: BudgetMode,
+    length: int,
+    batch_size: int,
+) -> tuple[Float[np.ndarray, "rows"], Bool[np.ndarray, "rows"]]:
+    """log P of the scored tokens of every row, in nats, and whether each of them is the most probable one.
+
+    Args:
+      length: tokens that the longest row may have; all are padded to it.
+    """
+    params = jax.tree.map(jnp.asarray, params)
 
     @jax.jit
     def score(
         params: dict[str, Any], tokens: Int[Array, "b L"], size: Int[Array, "b"], scored: Int[Array, "b"]
-    ) -> Float[Array, "b"]:
+    ) -> tuple[Float[Array, "b"], Bool[Array, "b"]]:
         place = jnp.broadcast_to(jnp.arange(length), tokens.shape)
         segments = (place < size[:, None]).astype(jnp.int32)
         logits, _ = merge(graphdef, params)(tokens, segments, place, budget=budget)
-        log_p = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32), axis=-1)
-        log_p = jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)[..., 0]
+        logits, wanted = logits[:, :-1].astype(jnp.float32), tokens[:, 1:]
+        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), wanted[..., None], axis=-1)[..., 0]
         target = place[:, 1:]
         counts = (target < size[:, None]) & (target >= (size - scored)[:, None])
-        return jnp.where(counts, log_p, 0).sum(-1)
+        greedy = (logits.argmax(-1) == wanted) | ~counts
+        return jnp.where(counts, log_p, 0).sum(-1), greedy.all(-1)
 
-    found = []
+    log_p, greedy = np.zeros(len(rows), np.float32), np.zeros(len(rows), bool)
     for start in range(0, len(rows), batch_size):
         batch = rows[start : start + batch_size]
         # The last batch is filled up with rows of padding.
         tokens, sizes = np.zeros((batch_size, length), np.int32), np.zeros((2, batch_size), np.int32)
         for at, row in enumerate(batch):
             tokens[at, : len(row.tokens)], sizes[:, at] = row.tokens, (len(row.tokens), row.scored)
-        found.append(on_host(score(params, tokens, *sizes))[: len(batch)])
-    ends = np.cumsum([len(item.choices) for item in items])[:-1]
-    return np.split(np.concatenate(found), ends)
+        found = on_host(score(params, tokens, *sizes))
+        for kept, part in zip((log_p, greedy), found, strict=True):
+            kept[start : start + len(batch)] = part[: len(batch)]
+    return log_p, greedy
 
 
 def accuracies(items: Sequence[Item], log_p: Sequence[Float[np.ndarray, "_"]]) -> dict[str, int | float]:

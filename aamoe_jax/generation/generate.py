@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from jaxtyping import Int
 
 from aamoe_jax.data import load_tokenizer
 from aamoe_jax.data.tokenizers import Tokenizer
@@ -81,7 +82,34 @@ def stream_text(
     piece of a prompt whose text has ended is empty. Arguments are checked before the first step is asked for.
     """
     tokenizer = load_tokenizer(checkpoint.config.data.tokenizer)
-    encoded = [tokenizer.encode(prompt).astype(np.int32) for prompt in prompts]
+    return stream_tokens(
+        checkpoint,
+        tokenizer,
+        [tokenizer.encode(prompt).astype(np.int32) for prompt in prompts],
+        new_tokens=new_tokens,
+        sampling=sampling,
+        seed=seed,
+        stop=stop,
+        budget=budget,
+        budget_scale=budget_scale,
+        cache_length=cache_length,
+    )
+
+
+def stream_tokens(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    encoded: Sequence[Int[np.ndarray, "_"]],
+    *,
+    new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    stop: Sequence[bytes] = (),
+    budget: BudgetMode | None = None,
+    budget_scale: float = 1.0,
+    cache_length: int | None = None,
+) -> Iterator[list[bytes]]:
+    """`stream_text` of prompts that are encoded by the tokenizer of the checkpoint already."""
     needed = max(map(len, encoded), default=0) + new_tokens
     decoder = Decoder(
         checkpoint.config.model,
@@ -100,7 +128,7 @@ def stream_text(
         budget_scale=budget_scale,
     )
     # Stops are text, not tokens: one text can be spelled in many sequences of tokens.
-    return _pieces(steps, [Continuation(stop) for _ in prompts], tokenizer)
+    return _pieces(steps, [Continuation(stop) for _ in encoded], tokenizer)
 
 
 def _pieces(
