@@ -33,7 +33,7 @@ KEYS, VALUES, CHAIN, COMMON = 4, 4, 4, 3
 """Names of `multikey`, numbers of `multivalue`, variables of a chain, common words."""
 REPEATS = 6
 """How often a common word occurs; all others occur once."""
-SENTENCES = ("The rain fell on the roof.", "A dog slept by the door.", "Nobody came all day.", "The tea was cold again.")
+SENTENCES = ("Rain fell on the roof.", "A dog slept by the door.", "Nobody came all day.", "The tea was cold again.")
 
 
 class Draft(NamedTuple):
@@ -127,7 +127,8 @@ def row(draft: Draft, random: np.random.Generator, tokenizer: Tokenizer, length:
     """The longest prompt that fits with its answer into so many tokens; None where not even one without filler does."""
     target = " " + " ".join(draft.answers) + "."
     room = length - tokens_of(tokenizer, target)
-    depths, filler = np.sort(random.random(len(draft.hidden))), []
+    depths = np.sort(random.random(len(draft.hidden)))
+    filler: list[str] = []
 
     def prompt(sentences: int) -> str:
         while len(filler) < sentences:

@@ -36,7 +36,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("limit", None, "Only the first so many of every task.", lower_bound=1)
     flags.DEFINE_integer("batch_size", 8, "Rows per forward pass or decoding step.", lower_bound=1)
     flags.DEFINE_integer(
-        "max_length", None, "Tokens of a row, what is generated included; those of training if not given.", lower_bound=2
+        "max_length", None, "Tokens of a row, its generated text included; as in training if not given.", lower_bound=2
     )
     flags.DEFINE_string("output", None, "JSON with the results and every sample; none if not given.")
 

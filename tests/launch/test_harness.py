@@ -77,10 +77,7 @@ def outcomes(tmp_path_factory):
     data = folder / "tasks" / "items.jsonl"
     calls = [
         ("choose", [checkpoint, f"--items={data}", f"--output={folder / 'choose.json'}"]),
-        *(
-            ("generate", [checkpoint, "--temperature=0", "--tokens=12", f"--prompt={one['prompt']}"])
-            for one in prompts
-        ),
+        *(("generate", [checkpoint, "--temperature=0", "--tokens=12", f"--prompt={one['prompt']}"]) for one in prompts),
         ("harness", [checkpoint, f"--tasks={folder / 'tasks'}", "--batch_size=3", found]),
         ("harness", [checkpoint, f"--tasks={folder / 'tasks' / 'items.yaml'}", "--limit=2"]),
         ("harness", [checkpoint, f"--tasks={folder / 'none.yaml'}"]),
@@ -224,8 +221,9 @@ class TestModel:
             HarnessModel(checkpoint, size=3)
 
     def test_it_is_registered_and_takes_longer_rows(self, checkpoint, tmp_path):
-        import aamoe_jax.harness
         from lm_eval.api.registry import get_model
+
+        import aamoe_jax.harness
 
         save_run(tmp_path / "run", dataclasses.replace(checkpoint.config))
         loaded = get_model("aamoe").create_from_arg_string(
