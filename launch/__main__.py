@@ -36,6 +36,7 @@ PROGRAMS = {
     "studies": "experiments.studies",
     "recall": "experiments.recall",
     "ruler": "experiments.ruler",
+    "frontier": "experiments.frontier",
     "local_context": "experiments.local_context",
 }
 """Subcommands and their modules, in the order in which they are listed."""

@@ -1,0 +1,157 @@
+"""Held-out loss against FLOPs, from the reports of one study at several sizes (AA-33).
+
+    aamoe frontier --report=experiments/results/frontier_64.json --report=experiments/results/main_flops.json \
+        --report=experiments/results/frontier_192.json --output=experiments/results/frontier
+
+Every report is of `experiments.studies --equal=flops`; stacks that are in all of them are compared. Writes OUTPUT.json,
+OUTPUT.md and OUTPUT.png.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from absl import flags
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+from aamoe_jax.analysis.pictures import picture
+from aamoe_jax.config import ConfigError
+from aamoe_jax.markdown import table
+from experiments.judge import Difference, difference
+from experiments.program import command_line, publish, start
+from experiments.runs import Result
+from experiments.studies import differ
+
+FLAGS = flags.FLAGS
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+Results = Mapping[str, Sequence[Result]]
+"""Of one report: one per seed, by variant."""
+
+
+def define_flags() -> None:
+    """The flags of this program."""
+    flags.DEFINE_multi_string("report", None, "JSON of a study at one size. Repeat it.", required=True)
+    flags.DEFINE_string("output", None, "Path of the report without its suffix.", required=True)
+
+
+def read(path: str) -> Results:
+    """The results of a study.
+
+    Raises:
+      ConfigError: the file is no report of experiments.studies.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))["results"]
+        return {name: [run for run in runs if run["documents"]] for name, runs in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--report={path}: no report of experiments.studies ({error!r})") from error
+
+
+def in_all(reports: Sequence[Results]) -> list[str]:
+    """The variants that every report has.
+
+    Raises:
+      ConfigError: fewer than two sizes, no such variant, or one of the same size twice; or reports on different held-out text.
+    """
+    if len(reports) < 2:
+        raise ConfigError("--report: a frontier is of two sizes or more; repeat the flag")
+    names = [name for name in reports[0] if all(name in report for report in reports)]
+    if not names:
+        raise ConfigError("--report: no variant is in all of them")
+    if len({report[name][0]["corpus_digest"] for report in reports for name in names}) > 1:
+        raise ConfigError("--report: they are of different corpora")
+    if any(len({flops(report[name]) for report in reports}) < len(reports) for name in names):
+        raise ConfigError("--report: two of them are of one size")
+    return names
+
+
+def flops(runs: Sequence[Result]) -> float:
+    """FLOPs a token of a forward pass, as evaluated."""
+    return statistics.mean(run["evaluation"]["flops_per_token"] for run in runs)
+
+
+def bits(runs: Sequence[Result]) -> float:
+    """Bits per byte, mean over seeds."""
+    return statistics.mean(run["bits_per_byte"] for run in runs)
+
+
+def slope(sizes: Sequence[Sequence[Result]]) -> Difference:
+    """Bits per byte that twice the FLOPs save: a least-squares line through all sizes, and its 95 % over documents."""
+    doublings = np.log2([flops(runs) for runs in sizes])
+    doublings -= doublings.mean()
+    totals = np.array([np.mean([run["documents"] for run in runs], axis=0) for runs in sizes])
+    saved = -np.einsum("s,sd->d", doublings / (doublings**2).sum(), totals[..., 0] / np.log(2))
+    return difference(np.zeros((1, len(saved))), saved[None], totals[0, :, 1])
+
+
+def report(reports: Sequence[Results], names: Sequence[str], command: str, drawn: str) -> str:
+    """Every size of every stack, how far it is from the first stack of that size, and the slopes, as Markdown."""
+    first = names[0]
+    rows = []
+    for name in names:
+        for size in reports:
+            gap = differ("bits_per_byte", size[first], size[name])
+            figures = f"{flops(size[name]):,.0f}", str(len(size[name])), f"{bits(size[name]):.4f}"
+            rows.append([name, *figures, "" if name == first else _shown(gap)])
+    parts = [
+        "# Held-out loss against FLOPs",
+        f"    {command}",
+        "FLOPs a token are of a forward pass, as evaluated. Intervals are 95 % of a paired bootstrap over held-out "
+        "documents, and over seeds where there are several.",
+        table(["variant", "FLOPs a token", "seeds", "bits/byte", f"more than {first}"], rows),
+        table(
+            ["variant", "bits per byte saved by twice the FLOPs"],
+            [[name, _shown(slope([size[name] for size in reports]))] for name in names],
+        ),
+        f"![Bits per byte against FLOPs a token]({drawn})",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _shown(found: Difference) -> str:
+    return f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f})"
+
+
+def draw(reports: Sequence[Results], names: Sequence[str], path: str | Path) -> Figure:
+    """A line for every stack, a small dot for every seed."""
+    with picture(path, 5.6, 3.8) as figure:
+        axes = figure.subplots()
+        for name, colour in zip(names, COLOURS, strict=False):
+            sizes: list[Sequence[Result]] = sorted((size[name] for size in reports), key=flops)
+            megaflops = [flops(runs) / 1e6 for runs in sizes]
+            axes.plot(megaflops, [bits(runs) for runs in sizes], "-o", color=colour, label=name)
+            for place, runs in zip(megaflops, sizes, strict=True):
+                seeds = [run["bits_per_byte"] for run in runs]
+                axes.plot([place] * len(seeds), seeds, "o", color=colour, markersize=2.5, alpha=0.6)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(LogLocator(base=2))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.legend(frameon=False)
+        axes.set(title="Held-out bits per byte", xlabel="MFLOPs a token, forward pass", ylabel="bits per byte")
+    return figure
+
+
+def main() -> None:
+    """Makes the comparison that the flags describe."""
+    reports = sorted(map(read, FLAGS.report), key=lambda found: flops(next(iter(found.values()))))
+    names = in_all(reports)
+    if len(names) > len(COLOURS):
+        raise ConfigError(f"--report: {len(names)} variants are in all of them; at most {len(COLOURS)} can be drawn")
+    command = command_line("experiments.frontier")
+    record = {
+        "command": command,
+        "slopes": {name: slope([size[name] for size in reports])._asdict() for name in names},
+        "points": {name: [[flops(size[name]), bits(size[name])] for size in reports] for name in names},
+    }
+    publish(record, report(reports, names, command, f"{Path(FLAGS.output).name}.png"), f"{FLAGS.output}.json")
+    draw(reports, names, f"{FLAGS.output}.png")
+
+
+if __name__ == "__main__":
+    start(define_flags, main)
