@@ -56,7 +56,7 @@ def in_all(reports: Sequence[Results]) -> list[str]:
     """The variants that every report has.
 
     Raises:
-      ConfigError: fewer than two sizes, no such variant, or one of the same size twice; or reports on different held-out text.
+      ConfigError: fewer than two sizes, or one twice; no such variant; or reports on different held-out text.
     """
     if len(reports) < 2:
         raise ConfigError("--report: a frontier is of two sizes or more; repeat the flag")

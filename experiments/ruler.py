@@ -1,13 +1,14 @@
-"""Writes long-context tasks of text, in the manner of RULER (Hsieh et al., 2024), for lm-evaluation-harness.
+"""Writes long-context tasks of text for launch.harness.
 
     aamoe ruler --length=1024 --rows=50 --output=runs/ruler
     aamoe harness --checkpoint=runs/quickstart --tasks=runs/ruler
 
-`needle`: a number is stored for a name, and asked for. `multikey`: for several names, one is asked for. `multivalue`:
-several for one name, all are asked for. `variables`: names that are set to each other in a chain, all that hold a
-number are asked for. `common_words`: the words that occur often. Between them stands filler. A prompt and the room for
-its answer are as close to --length tokens as whole sentences allow, and never more. Scored is the share of the answers
-that the generated text has. Same flags, same rows; nothing is downloaded.
+They are in the manner of RULER (Hsieh et al., 2024). `needle`: a number is stored for a name, and asked for.
+`multikey`: for several names, one is asked for. `multivalue`: several for one name, all are asked for. `variables`:
+names that are set to each other in a chain, all that hold a number are asked for. `common_words`: the words that occur
+often. Between them stands filler. A prompt and the room for its answer are as close to --length tokens as whole
+sentences allow, and never more. Scored is the share of the answers that the generated text has. Same flags, same rows;
+nothing is downloaded.
 
 experiments/tasks.py has such tasks as token ids, to train on.
 """
