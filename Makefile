@@ -1,9 +1,12 @@
 # Two commands: `make train` and `make test`. Both install into .venv first, from setup.cfg and constraints.txt alone.
 # `make test-distributed` runs whole models on meshes and in several processes, which `make test` leaves out.
 # `make test-aot` compiles the kernels for absent TPUs and GPUs, with their own compilers, in an environment of its own.
+# `make test-newest` runs a part of the tests, and those of optional packages, with the newest Python and packages.
 # `make docs` builds the documentation site into site/, in an environment of its own too.
 
 PYTHON ?= python3
+# The newest Python that is here; constraints-newest.txt is of 3.13.
+NEWEST ?= $(lastword $(shell command -v python3.13) $(wildcard $(HOME)/.pyenv/versions/3.13.*/bin/python3.13))
 RUN ?= runs/quickstart
 BIN = .venv/bin
 
@@ -12,7 +15,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # Big buffers on huge pages: XLA takes fresh ones every step, and their first touch is dear page by page.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: train test test-distributed test-aot test-wheel docs lint clean
+.PHONY: train test test-distributed test-aot test-newest test-wheel docs lint clean
 
 train: .venv/installed
 	$(BIN)/python -m launch.train --gin_file=quickstart.gin --run_dir=$(RUN)
@@ -28,6 +31,11 @@ test-distributed: .venv/installed
 
 test-aot: .venv-aot/installed
 	.venv-aot/bin/python -m pytest -n 2 --dist=worksteal tests/*/test_aot*.py
+
+# What JAX and the other libraries change most often: training, data, sampling, programs.
+test-newest: .venv-newest/installed
+	.venv-newest/bin/python -m pytest -n 2 --dist=worksteal -m 'not distributed' tests/training tests/data tests/generation \
+	  tests/analysis tests/test_model.py tests/test_config.py tests/test_api.py tests/launch/test_train.py tests/launch/test_harness.py
 
 docs: .venv-docs/installed
 	.venv-docs/bin/python -m mkdocs build  # strict: a broken link is an error
@@ -50,6 +58,12 @@ lint: .venv/installed
 	  { set +x; echo "installed into .venv in $$(($$(date +%s) - start)) s"; }
 	@touch $@
 
+.venv-newest/installed: setup.cfg pyproject.toml constraints-newest.txt
+	@test -n '$(NEWEST)' || { echo 'error: there is no Python 3.13; name one: make NEWEST=/path/to/python3.13 ...' >&2; exit 1; }
+	$(NEWEST) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-newest.txt -e '.[dev,harness]'
+	@touch $@
+
 .venv-aot/installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-aot
 	.venv-aot/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[aot,dev]'
@@ -61,4 +75,4 @@ lint: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-aot .venv-docs site build *.egg-info pallas_kernels/build pallas_kernels/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot .venv-docs .venv-newest site build *.egg-info pallas_kernels/build pallas_kernels/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -44,7 +44,7 @@ class TokenizedBatches:
             content = io.BytesIO()  # np.save to a file tells of a full disk by numbers of bytes alone
             np.save(content, ends)
             np.save(content, np.concatenate(documents))
-            written.write_bytes(content.getbuffer())
+            written.write_bytes(content.getvalue())
             written.rename(path)
         return documents
 
