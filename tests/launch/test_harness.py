@@ -174,6 +174,8 @@ class TestModel:
         assert model.loglikelihood_rolling(asked(("a",), ("",))) == pytest.approx([-UNIFORM, 0])
 
     def test_greedy_is_what_greedy_decoding_gives(self, checkpoint, model):
+        from aamoe_jax.harness import NO_CONTEXT
+
         prompt = ByteTokenizer().encode(b"abc").astype(np.int32)
         decoder = Decoder(checkpoint.config.model, checkpoint.params, length=SEQ_LEN)
         greedy = Sampling(temperature=0.0, vocab_size=ByteTokenizer.vocab_size)
@@ -181,6 +183,13 @@ class TestModel:
         other = [*tokens[:2], (tokens[2] + 1) % 256, *tokens[3:]]
         found = model._loglikelihood_tokens([(("", ""), prompt.tolist(), one) for one in (tokens, other)])
         assert [is_greedy for _, is_greedy in found] == [True, False]
+        # Nothing says that the first token of a text is the most probable one.
+        first = prompt[:1]
+        tokens = [one for (one,) in stream(decoder, [first], new_tokens=5, sampling=greedy)]
+        (_, alone), (_, after) = model._loglikelihood_tokens(
+            [(("", ""), [NO_CONTEXT], [*first.tolist(), *tokens]), (("", ""), first.tolist(), tokens)]
+        )
+        assert (alone, after) == (False, True)
 
     def test_texts_are_greedy_and_end_before_a_stop(self, checkpoint, model):
         prompts = ["abc", "hgfedcba" * 3, "b"]
