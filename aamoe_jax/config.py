@@ -266,6 +266,8 @@ class ModelConfig:
     """Hidden width of feed-forwards and of All-Attention's memory. None: 4 * d_model; of a SwiGLU, with its third
     matrix, 8/3 d_model."""
     norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    """What norms add to the mean square, but for those of queries and keys, which add 1e-6."""
     qk_norm: Literal["none", "rms"] = "rms"
     rope_base: float = 10_000.0
     embedding: Literal["tied", "untied"] = "untied"
@@ -284,7 +286,7 @@ class ModelConfig:
     and others that are not at their defaults. Of several of one class the last counts."""
 
     def __post_init__(self) -> None:
-        require_positive(self, "vocab_size", "d_model", "num_heads", "num_layers", "rope_base")
+        require_positive(self, "vocab_size", "d_model", "num_heads", "num_layers", "norm_eps", "rope_base")
         if self.num_layers > MOST_LAYERS:
             refuse(self, "num_layers", f"must be at most {MOST_LAYERS}")
         if self.d_model % self.num_heads:

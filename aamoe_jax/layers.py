@@ -22,15 +22,16 @@ HIGHEST = jax.lax.Precision.HIGHEST
 class Norm(nnx.Module):
     """RMSNorm, or LayerNorm when `kind` is "layer"; statistics in float32, a learned scale, no bias."""
 
-    def __init__(self, width: int, kind: str):
+    def __init__(self, width: int, kind: str, eps: float = 1e-6):
         self.scale = nnx.Param(jnp.ones(width), axes=(None,))
         self.kind = kind
+        self.eps = eps
 
     def __call__(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
         x32 = x.astype(jnp.float32)
         if self.kind == "layer":
             x32 = x32 - x32.mean(-1, keepdims=True)
-        x32 = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + 1e-6)
+        x32 = x32 * jax.lax.rsqrt(jnp.square(x32).mean(-1, keepdims=True) + self.eps)
         return (x32 * self.scale[...]).astype(x.dtype)
 
 

@@ -37,7 +37,7 @@ class Block(nnx.Module):
     """x + mixer(norm(x)), the residual block of every mixer (decision 19)."""
 
     def __init__(self, name: str, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.norm = Norm(config.d_model, config.norm)
+        self.norm = Norm(config.d_model, config.norm, config.norm_eps)
         self.mixer = build_mixer(name, config, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
@@ -152,7 +152,7 @@ class LanguageModel(nnx.Module):
         table = config.d_model**-0.5 * jax.random.normal(rngs.params(), shape)
         self.embedding = nnx.Param(table, axes=(None, "storage_float32"))
         self.periods = stacked_periods(config, rngs=rngs)
-        self.norm = Norm(config.d_model, config.norm)
+        self.norm = Norm(config.d_model, config.norm, config.norm_eps)
         if config.embedding == "untied":
             table = config.d_model**-0.5 * jax.random.normal(rngs.params(), shape)
             self.readout = nnx.Param(table, axes=(None, "storage"))

@@ -23,6 +23,7 @@ PROGRAMS = {
     "generate": "launch.generate",
     "choose": "launch.choose",
     "harness": "launch.harness",
+    "export": "launch.export",
     "inspect": "launch.inspect",
     "draw": "launch.draw",
     "goodput": "launch.goodput",

@@ -43,7 +43,7 @@ from jaxtyping import Array, Shaped, UInt32
 from aamoe_jax.config import ConfigError, ExperimentConfig, first_line, from_dict, local_path, to_dict
 from aamoe_jax.extensions import import_again, imported
 from aamoe_jax.files import SaveError
-from aamoe_jax.training import distributed
+from aamoe_jax.training import distributed, exchange
 from aamoe_jax.training.state import Placement, TrainState, abstract_params
 
 FORMAT = 1
@@ -115,7 +115,7 @@ def load_checkpoint(
       UnreadableCheckpointError: storage or memory failed.
     """
     directory = _found_by_all(path, which)
-    meta = unanimous(lambda: read_meta(directory))
+    meta = unanimous(lambda: _read_meta(directory))
     config = read_config(directory, meta)
     like = None if place_on is None else abstract_params(config.model, place_on(config))
     return Checkpoint(config, _checked_params(directory, like, meta), meta["step"], meta)
@@ -130,7 +130,7 @@ def load_params(path: str | Path, like: dict[str, Any]) -> tuple[dict[str, Any],
       UnreadableCheckpointError: storage or memory failed.
     """
     directory = _found_by_all(path, "latest")
-    meta = unanimous(lambda: read_meta(directory))
+    meta = unanimous(lambda: _read_meta(directory))
     return _checked_params(directory, like, meta), meta
 
 
@@ -140,8 +140,15 @@ def _found_by_all(path: str | Path, which: Which) -> Path:
     return Path(distributed.gather(distributed.unique("checkpoint"), found)[0])
 
 
+def _read_meta(directory: Path) -> Meta:
+    """Of a checkpoint, or of weights as other programs hold them."""
+    return exchange.read_meta(directory) if exchange.is_exported(directory) else read_meta(directory)
+
+
 def _checked_params(directory: Path, like: dict[str, Any] | None, meta: Meta) -> dict[str, Any]:
     """The parameters of a checkpoint. Nobody computes fingerprints, which takes all, before all have read them."""
+    if exchange.is_exported(directory):
+        return unanimous(lambda: exchange.read_params(directory, meta, like))
     params = unanimous(lambda: _restore(directory, "params", like))
     unanimous(lambda: _check_fingerprints(directory, {"params": params}, meta))
     return params
@@ -150,6 +157,8 @@ def _checked_params(directory: Path, like: dict[str, Any] | None, meta: Meta) ->
 def find_checkpoint(path: Path, which: Which = "latest") -> Path:
     """The folder of one checkpoint, given that of a run, of its checkpoints, or of itself."""
     local_path("checkpoint", path)
+    if exchange.is_exported(path):
+        return path
     if path.name.isascii() and path.name.isdecimal() and (path / "meta").is_dir():
         return path
     folder = path / FOLDER if (path / FOLDER).is_dir() else path

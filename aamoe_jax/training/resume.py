@@ -104,10 +104,10 @@ def warm_started(state: TrainState, like: TrainState, config: ExperimentConfig, 
 
     try:
         params, meta = load_params(path, like.params)
-    except CheckpointError as error:
+    except ConfigError as error:
         raise type(error)(f"TrainingConfig.init_from = {path!r}: {error}") from error
     was, now = ({held.get("tokenizer_digest") for held in found.values()} for found in (meta["datasets"], datasets))
-    if was != now:
+    if was and was != now:  # weights of another program may come without a tokenizer
         raise ConfigError(
             f"TrainingConfig.init_from = {path!r}: it was trained with another tokenizer, whose ids mean other text; "
             "prepare the data with its tokenizer (DataConfig.tokenizer), or begin without it"

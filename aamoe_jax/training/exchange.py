@@ -1,0 +1,186 @@
+"""Weights as other programs hold them: folders with a config.json and a model.safetensors, in Hugging Face's layout.
+
+A folder of `export` has a checkpoint's parameters under their own names. A folder of a Llama model is read as a stack
+of `attention+swiglu`. `load_checkpoint` and `TrainingConfig.init_from` take both.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors.flax
+import safetensors.numpy
+from flax import traverse_util
+from jaxtyping import Float
+
+from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, ModelConfig, to_dict
+from aamoe_jax.data import load_tokenizer
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MODEL_TYPE = "aamoe"
+Params = dict[str, Any]
+Meta = dict[str, Any]
+LLAMA_LAYER = {
+    "input_layernorm": "0_attention.norm.scale",
+    "self_attn.q_proj": "0_attention.mixer.parts.attention.qkv.query.kernel",
+    "self_attn.k_proj": "0_attention.mixer.parts.attention.qkv.key.kernel",
+    "self_attn.v_proj": "0_attention.mixer.parts.attention.qkv.value.kernel",
+    "self_attn.o_proj": "0_attention.mixer.parts.attention.output.kernel",
+    "post_attention_layernorm": "1_swiglu.norm.scale",
+    "mlp.gate_proj": "1_swiglu.mixer.parts.feed_forward.gate.kernel",
+    "mlp.up_proj": "1_swiglu.mixer.parts.feed_forward.key.kernel",
+    "mlp.down_proj": "1_swiglu.mixer.parts.feed_forward.value.kernel",
+}
+"""Names in a layer of Llama's, and in a block here. Matrices are the transposes of each other."""
+
+
+def is_exported(path: Path) -> bool:
+    """Whether a folder holds weights in this layout."""
+    return (path / CONFIG).is_file() and ((path / WEIGHTS).is_file() or (path / INDEX).is_file())
+
+
+def export(params: Params, meta: Meta, card: str, folder: Path) -> None:
+    """Writes a checkpoint as model.safetensors, config.json and README.md.
+
+    Args:
+      meta: of the checkpoint; all of it goes into config.json.
+      card: the text of README.md.
+
+    Raises:
+      ConfigError: the folder is there already.
+    """
+    if folder.exists():
+        raise ConfigError(f"{folder}: is there already; name a new folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
+        written = Path(work, folder.name)
+        written.mkdir()
+        flat = traverse_util.flatten_dict(jax.tree.map(np.asarray, params), sep=".")
+        safetensors.numpy.save_file(flat, written / WEIGHTS, {"format": "np"})
+        (written / CONFIG).write_text(json.dumps({"model_type": MODEL_TYPE, **meta}, indent=1) + "\n", encoding="utf-8")
+        (written / "README.md").write_text(card, encoding="utf-8")
+        written.rename(folder)
+
+
+def read_meta(folder: Path) -> Meta:
+    """The metadata of a folder, as a checkpoint has it: of a Llama model its config alone.
+
+    Raises:
+      ConfigError: it is of a model that is not known here, or of a Llama model with something that is not.
+    """
+    try:
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        kind = found["model_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / CONFIG}: is no config of a model ({error!r})") from error
+    if kind == MODEL_TYPE:
+        return {name: value for name, value in found.items() if name != "model_type"}
+    if kind != "llama":
+        raise ConfigError(f"{folder / CONFIG}: model_type = {kind!r}: only {MODEL_TYPE!r} and 'llama' can be read")
+    data = DataConfig(seq_len=min(int(found["max_position_embeddings"]), DataConfig.seq_len))
+    datasets: dict[str, Any] = {}
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
+        data = DataConfig(seq_len=data.seq_len, tokenizer=str(folder / "tokenizer.json"))
+        datasets = {"llama": {"tokenizer_digest": tokenizer.digest}}
+    config = ExperimentConfig(model=llama_config(found, folder / CONFIG), data=data)
+    return {"config": to_dict(config), "step": 0, "datasets": datasets}
+
+
+def read_params(folder: Path, meta: Meta, like: Params | None) -> Params:
+    """The parameters of a folder, with the shardings of `like`; without, on one device.
+
+    Raises:
+      ConfigError: their names or shapes are not those of the config, or of `like`.
+    """
+    tensors = _tensors(folder)
+    if read_kind(folder) == "llama":
+        flat = _from_llama(tensors, meta["config"]["model"]["num_layers"], meta["config"]["model"]["d_model"])
+    else:
+        flat = dict(tensors)
+    params = traverse_util.unflatten_dict({tuple(name.split(".")): value for name, value in flat.items()})
+    if like is None:
+        return jax.tree.map(jax.numpy.asarray, params)
+    there, wanted = (_shapes(tree) for tree in (params, like))
+    if there != wanted:
+        name = next(iter(sorted(there.items() ^ wanted.items())))[0]
+        raise ConfigError(
+            f"{folder}: {name} is {there.get(name, 'missing')}, and {wanted.get(name, 'not there')} in this config"
+        )
+    return jax.tree.map(lambda value, leaf: jax.device_put(value.astype(leaf.dtype), leaf.sharding), params, like)
+
+
+def llama_config(found: Mapping[str, Any], path: Path) -> ModelConfig:
+    """The stack that computes what a Llama config describes.
+
+    Raises:
+      ConfigError: it asks for something that this stack has not.
+    """
+    rotary = found.get("rope_parameters") or {}
+    scaling = found.get("rope_scaling") or ({} if rotary.get("rope_type", "default") == "default" else rotary)
+    head_dim = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
+    unknown = {
+        "rope_scaling": bool(scaling),
+        "attention_bias": bool(found.get("attention_bias")),
+        "mlp_bias": bool(found.get("mlp_bias")),
+        "hidden_act": found.get("hidden_act", "silu") != "silu",
+        "head_dim": head_dim * found["num_attention_heads"] != found["hidden_size"],
+    }
+    for name, is_there in unknown.items():
+        if is_there:
+            raise ConfigError(f"{path}: {name} = {found.get(name)!r}: attention+swiglu has no such thing")
+    return ModelConfig(
+        vocab_size=found["vocab_size"],
+        d_model=found["hidden_size"],
+        num_heads=found["num_attention_heads"],
+        num_kv_heads=found.get("num_key_value_heads"),
+        num_layers=found["num_hidden_layers"],
+        pattern=("attention+swiglu",),
+        d_ff=found["intermediate_size"],
+        norm_eps=found["rms_norm_eps"],
+        qk_norm="none",
+        rope_base=found.get("rope_theta") or rotary.get("rope_theta", 10_000.0),
+    )
+
+
+def _from_llama(tensors: Mapping[str, np.ndarray], layers: int, width: int) -> dict[str, np.ndarray]:
+    """Llama's tensors under the names of `attention+swiglu`. One table for both ends becomes two: what enters here is
+    sqrt(d) times the table, and what leaves is not."""
+    embedding = tensors["model.embed_tokens.weight"]
+    flat = {
+        "embedding": embedding / np.float32(width**0.5),
+        "readout": tensors.get("lm_head.weight", embedding),
+        "norm.scale": tensors["model.norm.weight"],
+    }
+    for theirs, ours in LLAMA_LAYER.items():
+        of_layers = [tensors[f"model.layers.{layer}.{theirs}.weight"] for layer in range(layers)]
+        flat[f"periods.blocks.{ours}"] = np.stack([value.T if value.ndim == 2 else value for value in of_layers])
+    return flat
+
+
+def read_kind(folder: Path) -> str:
+    """The `model_type` of a folder."""
+    return str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["model_type"])
+
+
+def _tensors(folder: Path) -> dict[str, Float[np.ndarray, "..."]]:
+    """All tensors of a folder in float32, whose file may be in parts."""
+    files = [WEIGHTS]
+    if not (folder / WEIGHTS).is_file():
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        files = sorted(set(index["weight_map"].values()))
+    found: dict[str, np.ndarray] = {}
+    for name in files:
+        held = safetensors.flax.load_file(folder / name)  # of NumPy's types none is bfloat16
+        found |= {key: np.asarray(value, np.float32) for key, value in held.items()}
+    return found
+
+
+def _shapes(tree: Params) -> dict[str, tuple[int, ...]]:
+    return {".".join(path): tuple(leaf.shape) for path, leaf in traverse_util.flatten_dict(tree).items()}

@@ -1,0 +1,81 @@
+"""Writes a checkpoint as safetensors, with its config and a model card.
+
+    aamoe export --checkpoint=runs/quickstart --output=quickstart-1M
+
+The folder is in the layout of Hugging Face: model.safetensors, config.json, README.md. Every program that takes a
+checkpoint takes it, and so does TrainingConfig.init_from; both take folders of Llama models too, as a stack of
+attention+swiglu. Parameters keep their names and bits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+from absl import flags
+
+import aamoe_jax
+from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
+from aamoe_jax.training.exchange import export
+from launch import program
+
+FLAGS = flags.FLAGS
+
+
+def define_flags() -> None:
+    """The flags of this program."""
+    program.define_import_flag()
+    flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
+    flags.DEFINE_enum("which", "latest", ["latest", "best"], "Of a run: the newest, or that of the best validation.")
+    flags.DEFINE_string("output", None, "Folder that is written; it must not be there.", required=True)
+
+
+def parameters(checkpoint: Checkpoint) -> int:
+    """How many there are."""
+    return sum(leaf.size for leaf in jax.tree.leaves(checkpoint.params))
+
+
+def model_card(checkpoint: Checkpoint, name: str) -> str:
+    """What a reader of the folder needs to know, as Markdown."""
+    config, loss = checkpoint.config, checkpoint.metadata.get("validation_loss")
+    tokens = checkpoint.step * config.training.batch_size * config.data.seq_len
+    corpora = ", ".join(corpus for corpus, _ in config.data.mixture)
+    facts = {
+        "layers": f"{config.model.num_layers} of {' '.join(config.model.pattern)}, width {config.model.d_model}",
+        "parameters": f"{parameters(checkpoint):,}",
+        "trained on": f"{corpora}: {checkpoint.step:,} steps, {tokens:,} tokens",
+        "tokenizer": config.data.tokenizer,
+        "validation loss": "not measured" if loss is None else f"{loss:.4f} nats per token",
+        "written by": f"aamoe_jax {aamoe_jax.__version__}",
+    }
+    rows = "\n".join(f"| {fact} | {value} |" for fact, value in facts.items())
+    return f"""---
+library_name: aamoe_jax
+---
+# {name}
+
+| | |
+|---|---|
+{rows}
+
+```python
+from aamoe_jax import generate, load_checkpoint
+
+print(generate(load_checkpoint("{name}"), "Once", new_tokens=50))
+```
+
+`config.json` has the whole experiment. Parameters are those of `aamoe_jax.LanguageModel`, their names joined by dots;
+what begins with `periods.` has a leading axis over the repetitions of the pattern.
+"""
+
+
+def main(argv: list[str]) -> None:
+    program.refuse_arguments(argv)
+    checkpoint, output = load_checkpoint(FLAGS.checkpoint, FLAGS.which), Path(FLAGS.output)
+    export(checkpoint.params, checkpoint.metadata, model_card(checkpoint, output.name), output)
+    print(f"{output}: {parameters(checkpoint):,} parameters of step {checkpoint.step}")
+
+
+if __name__ == "__main__":
+    define_flags()
+    program.run(main)

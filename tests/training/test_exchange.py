@@ -1,0 +1,141 @@
+"""Weights in the layout of other programs: bits survive, and a Llama model computes what transformers computes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.flax
+import safetensors.numpy
+
+from aamoe_jax import evaluate, load_checkpoint, merge
+from aamoe_jax.config import ConfigError, DataConfig
+from aamoe_jax.model import structure
+from aamoe_jax.training.exchange import export, llama_config
+from aamoe_jax.training.loop import train
+from tests.evaluation.helpers import random_params
+from tests.launch import session
+from tests.launch.helpers import save_run
+from tests.training.helpers import experiment, model_config, replace, tiny_data
+
+LLAMA = Path(__file__).parent / "llama"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> DataConfig:
+    return tiny_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def exported(data, tmp_path_factory):
+    """A run folder, and what launch.export made of it."""
+    folder = tmp_path_factory.mktemp("exported")
+    save_run(folder / "run", experiment(data, model_config(num_layers=2)))
+    arguments = [f"--checkpoint={folder / 'run'}", f"--output={folder / 'out'}"]
+    done, again = session.calls("export", [arguments, arguments])
+    assert done.code == 0, done.stderr
+    assert again.code == 1
+    assert "is there already; name a new folder" in again.stderr
+    return folder / "run", folder / "out"
+
+
+class TestExport:
+    def test_bits_config_and_evaluation_are_those_of_the_checkpoint(self, exported):
+        run, out = map(load_checkpoint, exported)
+        jax.tree.map(np.testing.assert_array_equal, run.params, out.params)
+        assert (run.config, run.step, run.metadata) == (out.config, out.step, out.metadata)
+        assert evaluate(run).nats_per_token == evaluate(out).nats_per_token
+
+    def test_other_programs_can_read_it(self, exported):
+        run, (_, folder) = load_checkpoint(exported[0]), exported
+        tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+        np.testing.assert_array_equal(tensors["embedding"], run.params["embedding"])
+        experts = run.params["periods"]["blocks"]["0_aamoe"]["mixer"]["expert_keys"]
+        np.testing.assert_array_equal(tensors["periods.blocks.0_aamoe.mixer.expert_keys"], experts)
+        card = (folder / "README.md").read_text()
+        assert f"| parameters | {sum(value.size for value in tensors.values()):,} |" in card
+        assert "| trained on | tiny: 8 steps, " in card
+        assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+        assert sorted(path.name for path in folder.parent.iterdir()) == ["out", "run"]  # nothing half-written
+
+    def test_a_run_can_begin_with_it(self, data, exported, tmp_path):
+        cold = experiment(data, model_config(num_layers=2), steps=2)
+        warm = [replace(cold, "training", init_from=str(folder)) for folder in exported]
+        of_run, of_export = (train(each, tmp_path / str(index)) for index, each in enumerate(warm))
+        assert of_run.validation_loss == of_export.validation_loss
+        assert of_run.validation_loss != train(cold, tmp_path / "cold").validation_loss
+        narrow = experiment(data, model_config(num_layers=2, d_model=16), init_from=str(exported[1]))
+        with pytest.raises(ConfigError, match=r"init_from = .*: embedding is \(\d+, 32\), and \(\d+, 16\) in this"):
+            train(narrow, tmp_path / "narrow")
+
+    def test_bfloat16_and_parts_are_read(self, exported, tmp_path):
+        """As large models are stored."""
+        run, out = exported
+        shutil.copytree(out, tmp_path / "parts")
+        (tmp_path / "parts" / "model.safetensors").unlink()
+        tensors = safetensors.numpy.load_file(out / "model.safetensors")
+        halves = {f"{part}.safetensors": list(tensors)[part::2] for part in range(2)}
+        for file, names in halves.items():
+            rounded = {name: jax.numpy.asarray(tensors[name], jax.numpy.bfloat16) for name in names}
+            safetensors.flax.save_file(rounded, tmp_path / "parts" / file)
+        index = {"weight_map": {name: file for file, names in halves.items() for name in names}}
+        (tmp_path / "parts" / "model.safetensors.index.json").write_text(json.dumps(index))
+        wanted = jax.tree.map(
+            lambda x: np.asarray(x, ml_dtypes.bfloat16).astype(np.float32), load_checkpoint(run).params
+        )
+        jax.tree.map(np.testing.assert_array_equal, load_checkpoint(tmp_path / "parts").params, wanted)
+
+
+class TestLlama:
+    """tests/training/llama/golden.py made the folder, with transformers."""
+
+    def test_logits_are_those_of_transformers(self):
+        found, golden = load_checkpoint(LLAMA), np.load(LLAMA / "golden.npz")
+        assert found.config.model.pattern == ("attention+swiglu",)
+        logits, _ = merge(structure(found.config.model), found.params)(jax.numpy.asarray(golden["tokens"]))
+        np.testing.assert_allclose(logits, golden["logits"], atol=2e-5)
+
+    def test_one_table_for_both_ends(self, tmp_path):
+        shutil.copytree(LLAMA, tmp_path / "tied")
+        tensors = safetensors.numpy.load_file(LLAMA / "model.safetensors")
+        del tensors["lm_head.weight"]
+        safetensors.numpy.save_file(tensors, tmp_path / "tied" / "model.safetensors")
+        params = load_checkpoint(tmp_path / "tied").params
+        np.testing.assert_array_equal(params["readout"], tensors["model.embed_tokens.weight"])
+        np.testing.assert_allclose(params["embedding"] * 4.0, params["readout"], rtol=1e-6)  # d = 16
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            {"attention_bias": True},
+            {"mlp_bias": True},
+            {"hidden_act": "gelu"},
+            {"head_dim": 8},
+        ],
+    )
+    def test_what_the_stack_has_not_is_refused(self, change):
+        found = json.loads((LLAMA / "config.json").read_text()) | change
+        (name,) = change
+        wanted = "rope_scaling" if name == "rope_parameters" else name
+        with pytest.raises(ConfigError, match=f"config.json: {wanted} = .*: attention.swiglu has no such thing"):
+            llama_config(found, Path("config.json"))
+
+    def test_other_models_and_no_models_are_refused(self, tmp_path):
+        shutil.copytree(LLAMA, tmp_path / "other")
+        for text, message in (
+            ('{"model_type": "mamba"}', "model_type = 'mamba': only"),
+            ("[", "is no config of a model"),
+        ):
+            (tmp_path / "other" / "config.json").write_text(text)
+            with pytest.raises(ConfigError, match=message):
+                load_checkpoint(tmp_path / "other")
+
+
+def test_a_card_of_a_model_that_was_not_evaluated(tmp_path):
+    export(random_params(model_config(num_layers=1)), {"step": 0}, "card", tmp_path / "new" / "out")
+    assert (tmp_path / "new" / "out" / "README.md").read_text() == "card"
