@@ -6,6 +6,7 @@ of `attention+swiglu`. `load_checkpoint` and `TrainingConfig.init_from` take bot
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tempfile
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ import safetensors.numpy
 from flax import traverse_util
 from jaxtyping import Float
 
-from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, ModelConfig, to_dict
+from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, ModelConfig, from_dict, to_dict
 from aamoe_jax.data import load_tokenizer
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -83,13 +84,18 @@ def read_meta(folder: Path) -> Meta:
         return {name: value for name, value in found.items() if name != "model_type"}
     if kind != "llama":
         raise ConfigError(f"{folder / CONFIG}: model_type = {kind!r}: only {MODEL_TYPE!r} and 'llama' can be read")
-    data = DataConfig(seq_len=min(int(found["max_position_embeddings"]), DataConfig.seq_len))
-    datasets: dict[str, Any] = {}
+    try:
+        model, datasets = llama_config(found, folder / CONFIG), dict[str, Any]()
+    except KeyError as error:
+        raise ConfigError(f"{folder / CONFIG}: has no {error}, which the config of a Llama model has") from error
+    data = DataConfig(seq_len=min(int(found.get("max_position_embeddings", DataConfig.seq_len)), DataConfig.seq_len))
     if (folder / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
         data = DataConfig(seq_len=data.seq_len, tokenizer=str(folder / "tokenizer.json"))
         datasets = {"llama": {"tokenizer_digest": tokenizer.digest}}
-    config = ExperimentConfig(model=llama_config(found, folder / CONFIG), data=data)
+        # Llama's tokenizers may have no token for padding: it comes after all others.
+        model = dataclasses.replace(model, vocab_size=max(model.vocab_size, tokenizer.vocab_size))
+    config = ExperimentConfig(model=model, data=data)
     return {"config": to_dict(config), "step": 0, "datasets": datasets}
 
 
@@ -101,7 +107,10 @@ def read_params(folder: Path, meta: Meta, like: Params | None) -> Params:
     """
     tensors = _tensors(folder)
     if read_kind(folder) == "llama":
-        flat = _from_llama(tensors, meta["config"]["model"]["num_layers"], meta["config"]["model"]["d_model"])
+        try:
+            flat = _from_llama(tensors, from_dict(ModelConfig, meta["config"]["model"]))
+        except KeyError as error:
+            raise ConfigError(f"{folder}: has no tensor {error}, which a Llama model of its config has") from error
     else:
         flat = dict(tensors)
     params = traverse_util.unflatten_dict({tuple(name.split(".")): value for name, value in flat.items()})
@@ -149,17 +158,18 @@ def llama_config(found: Mapping[str, Any], path: Path) -> ModelConfig:
     )
 
 
-def _from_llama(tensors: Mapping[str, np.ndarray], layers: int, width: int) -> dict[str, np.ndarray]:
+def _from_llama(tensors: Mapping[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
     """Llama's tensors under the names of `attention+swiglu`. One table for both ends becomes two: what enters here is
     sqrt(d) times the table, and what leaves is not."""
     embedding = tensors["model.embed_tokens.weight"]
+    more = ((0, config.vocab_size - len(embedding)), (0, 0))
     flat = {
-        "embedding": embedding / np.float32(width**0.5),
-        "readout": tensors.get("lm_head.weight", embedding),
+        "embedding": np.pad(embedding / np.float32(config.d_model**0.5), more),
+        "readout": np.pad(tensors.get("lm_head.weight", embedding), more),
         "norm.scale": tensors["model.norm.weight"],
     }
     for theirs, ours in LLAMA_LAYER.items():
-        of_layers = [tensors[f"model.layers.{layer}.{theirs}.weight"] for layer in range(layers)]
+        of_layers = [tensors[f"model.layers.{layer}.{theirs}.weight"] for layer in range(config.num_layers)]
         flat[f"periods.blocks.{ours}"] = np.stack([value.T if value.ndim == 2 else value for value in of_layers])
     return flat
 

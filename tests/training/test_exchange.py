@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import safetensors.flax
 import safetensors.numpy
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from aamoe_jax import evaluate, load_checkpoint, merge
 from aamoe_jax.config import ConfigError, DataConfig
+from aamoe_jax.data import load_tokenizer
+from aamoe_jax.data.tokenizers import letters
 from aamoe_jax.model import structure
 from aamoe_jax.training.exchange import export, llama_config
 from aamoe_jax.training.loop import train
@@ -124,6 +127,35 @@ class TestLlama:
         wanted = "rope_scaling" if name == "rope_parameters" else name
         with pytest.raises(ConfigError, match=f"config.json: {wanted} = .*: attention.swiglu has no such thing"):
             llama_config(found, Path("config.json"))
+
+    def test_its_tokenizer_comes_with_it(self, tmp_path):
+        """The table gets a row for padding, for which the tokenizer has no token; what was there stays."""
+        shutil.copytree(LLAMA, tmp_path / "llama")
+        tokenizer = Tokenizer(models.BPE({letter: at for at, letter in enumerate(letters())}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.add_special_tokens(["<|end_of_text|>"])
+        tokenizer.save(str(tmp_path / "llama" / "tokenizer.json"))
+        (tmp_path / "llama" / "tokenizer_config.json").write_text('{"eos_token": "<|end_of_text|>"}')
+        found, without = load_checkpoint(tmp_path / "llama"), load_checkpoint(LLAMA)
+        held = load_tokenizer(found.config.data.tokenizer)
+        assert found.config.model.vocab_size == held.vocab_size == 258
+        assert found.metadata["datasets"]["llama"]["tokenizer_digest"] == held.digest
+        for name in ("embedding", "readout"):
+            np.testing.assert_array_equal(found.params[name][:40], without.params[name])
+            assert not found.params[name][40:].any()
+
+    def test_a_folder_that_lacks_something_is_refused(self, tmp_path):
+        shutil.copytree(LLAMA, tmp_path / "llama")
+        tensors = safetensors.numpy.load_file(LLAMA / "model.safetensors")
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        safetensors.numpy.save_file(tensors, tmp_path / "llama" / "model.safetensors")
+        with pytest.raises(ConfigError, match=r"has no tensor 'model.layers.1.mlp.up_proj.weight'"):
+            load_checkpoint(tmp_path / "llama")
+        config = json.loads((LLAMA / "config.json").read_text())
+        del config["intermediate_size"]
+        (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match=r"config.json: has no 'intermediate_size'"):
+            load_checkpoint(tmp_path / "llama")
 
     def test_other_models_and_no_models_are_refused(self, tmp_path):
         shutil.copytree(LLAMA, tmp_path / "other")
