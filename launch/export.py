@@ -1,10 +1,14 @@
 """Writes a checkpoint as safetensors, with its config and a model card.
 
     aamoe export --checkpoint=runs/quickstart --output=quickstart-1M
+    aamoe export --checkpoint=path/to/llama --gin_file=upcycled.gin --output=upcycled
 
 The folder is in the layout of Hugging Face: model.safetensors, config.json, README.md. Every program that takes a
 checkpoint takes it, and so does TrainingConfig.init_from; both take folders of Llama models too, as a stack of
 attention+swiglu. Parameters keep their names and bits.
+
+With an experiment, it is the experiment's model: its parameters are the checkpoint's wherever both have the same, an
+AA-MoE layer taking those of the attention in its place, and random elsewhere.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import jax
 from absl import flags
 
 import aamoe_jax
+from aamoe_jax.config import to_dict
 from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
-from aamoe_jax.training.exchange import export
+from aamoe_jax.training.exchange import carried_over, export
 from launch import program
 
 FLAGS = flags.FLAGS
@@ -24,7 +29,7 @@ FLAGS = flags.FLAGS
 
 def define_flags() -> None:
     """The flags of this program."""
-    program.define_import_flag()
+    program.define_experiment_flags()
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_enum("which", "latest", ["latest", "best"], "Of a run: the newest, or that of the best validation.")
     flags.DEFINE_string("output", None, "Folder that is written; it must not be there.", required=True)
@@ -72,6 +77,13 @@ what begins with `periods.` has a leading axis over the repetitions of the patte
 def main(argv: list[str]) -> None:
     program.refuse_arguments(argv)
     checkpoint, output = load_checkpoint(FLAGS.checkpoint, FLAGS.which), Path(FLAGS.output)
+    if FLAGS.gin_file or FLAGS.gin_param:
+        config = program.experiment_from_flags()
+        seed = config.training.seed
+        params, new = carried_over(checkpoint.params, checkpoint.config.model, config.model, seed=seed)
+        meta = checkpoint.metadata | {"config": to_dict(config), "step": 0, "validation_loss": None}
+        checkpoint = Checkpoint(config, params, 0, meta)
+        print(f"new parameters, drawn with seed {seed}: {', '.join(new) or 'none'}")
     export(checkpoint.params, checkpoint.metadata, model_card(checkpoint, output.name), output)
     print(f"{output}: {parameters(checkpoint):,} parameters of step {checkpoint.step}")
 

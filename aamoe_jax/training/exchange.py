@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,16 +18,19 @@ import jax
 import numpy as np
 import safetensors.flax
 import safetensors.numpy
-from flax import traverse_util
+from flax import nnx, traverse_util
 from jaxtyping import Float
 
 from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, ModelConfig, from_dict, to_dict
 from aamoe_jax.data import load_tokenizer
+from aamoe_jax.model import LanguageModel, split
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODEL_TYPE = "aamoe"
 Params = dict[str, Any]
 Meta = dict[str, Any]
+MEANING = ("norm", "norm_eps", "qk_norm", "rope_base", "embedding")
+"""Fields of ModelConfig that change what parameters compute, and not their shapes."""
 LLAMA_LAYER = {
     "input_layernorm": "0_attention.norm.scale",
     "self_attn.q_proj": "0_attention.mixer.parts.attention.qkv.query.kernel",
@@ -123,6 +127,39 @@ def read_params(folder: Path, meta: Meta, like: Params | None) -> Params:
             f"{folder}: {name} is {there.get(name, 'missing')}, and {wanted.get(name, 'not there')} in this config"
         )
     return jax.tree.map(lambda value, leaf: jax.device_put(value.astype(leaf.dtype), leaf.sharding), params, like)
+
+
+def carried_over(params: Params, source: ModelConfig, target: ModelConfig, *, seed: int) -> tuple[Params, list[str]]:
+    """The parameters of another stack with those of a checkpoint wherever it has the same ("upcycling").
+
+    An AA-MoE layer takes the norm and the projections of an attention in its place. With experts it has more to read,
+    and without any, where every chunk is affordable and there is no bias, it is that attention.
+
+    Args:
+      source, target: the checkpoint's stack, and the other.
+      seed: of what the other has and the checkpoint has not.
+
+    Returns:
+      The parameters, and the names of those that are new.
+
+    Raises:
+      ConfigError: the stacks differ in what parameters mean, or have no block in common.
+    """
+    for name in ("d_model", "num_heads", "kv_heads", "num_layers", "vocab_size", *MEANING):
+        if (was := getattr(source, name)) != (now := getattr(target, name)):
+            raise ConfigError(f"ModelConfig.{name} = {now!r}: the checkpoint's is {was!r}, and its parameters need it")
+    flat = traverse_util.flatten_dict(split(LanguageModel(target, rngs=nnx.Rngs(seed)))[1], sep=".")
+    held = traverse_util.flatten_dict(params, sep=".")
+    for name in list(held):
+        if match := re.fullmatch(r"(periods\.blocks\.\d+)_attention\.(?:mixer\.parts\.attention|(norm))\.(.+)", name):
+            block, norm, rest = match.groups()
+            held[f"{block}_aamoe.{norm or 'mixer'}.{rest}"] = held[name]
+    found = {name: held[name] for name, leaf in flat.items() if name in held and held[name].shape == leaf.shape}
+    if not any(name.startswith("periods.") for name in found):
+        raise ConfigError(
+            f"ModelConfig.pattern = {target.pattern}: nothing of the checkpoint's {source.pattern} is in it"
+        )
+    return traverse_util.unflatten_dict(flat | found, sep="."), sorted(flat.keys() - found.keys())
 
 
 def llama_config(found: Mapping[str, Any], path: Path) -> ModelConfig:

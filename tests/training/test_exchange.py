@@ -1,5 +1,6 @@
 """Weights in the layout of other programs: bits survive, and a Llama model computes what transformers computes."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -13,11 +14,11 @@ import safetensors.numpy
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from aamoe_jax import evaluate, load_checkpoint, merge
-from aamoe_jax.config import ConfigError, DataConfig
+from aamoe_jax.config import ConfigError, DataConfig, to_dict
 from aamoe_jax.data import load_tokenizer
 from aamoe_jax.data.tokenizers import letters
 from aamoe_jax.model import structure
-from aamoe_jax.training.exchange import export, llama_config
+from aamoe_jax.training.exchange import carried_over, export, llama_config
 from aamoe_jax.training.loop import train
 from tests.evaluation.helpers import random_params
 from tests.launch import session
@@ -166,6 +167,58 @@ class TestLlama:
             (tmp_path / "other" / "config.json").write_text(text)
             with pytest.raises(ConfigError, match=message):
                 load_checkpoint(tmp_path / "other")
+
+
+class TestUpcycling:
+    """Of the Llama model: attention becomes AA-MoE, the feed-forward stays."""
+
+    EVERYTHING = (
+        "ModelConfig.pattern = ('aamoe+swiglu',)", "AAMoEConfig.num_experts = 0", "AAMoEConfig.bias = 'none'",
+        "AAMoEConfig.max_resources = None", "BudgetConfig.beta = 64.0", "chunk_size = 8",
+        "ModelConfig.d_model = 16", "ModelConfig.num_heads = 4", "ModelConfig.num_kv_heads = 2",
+        "ModelConfig.num_layers = 2", "ModelConfig.d_ff = 24", "ModelConfig.vocab_size = 40",
+        "ModelConfig.qk_norm = 'none'", "ModelConfig.rope_base = 500.0", "ModelConfig.norm_eps = 1e-3",
+    )  # fmt: skip
+
+    def test_with_no_experts_and_all_chunks_it_is_the_model(self, tmp_path):
+        arguments = [f"--checkpoint={LLAMA}", "--gin_file=aamoe.gin", f"--output={tmp_path / 'up'}"]
+        (done,) = session.calls("export", [[*arguments, *(f"--gin_param={each}" for each in self.EVERYTHING)]])
+        assert done.code == 0, done.stderr
+        assert "new parameters, drawn with seed 0: periods.blocks.0_aamoe.mixer.convolution.kernel, " in done.stdout
+        found, golden = load_checkpoint(tmp_path / "up"), np.load(LLAMA / "golden.npz")
+        assert found.config.model.pattern == ("aamoe+swiglu",)
+        logits, _ = merge(structure(found.config.model), found.params)(jax.numpy.asarray(golden["tokens"]))
+        np.testing.assert_allclose(logits, golden["logits"], atol=2e-5)
+
+    def test_with_experts_and_a_budget_it_trains_on(self, data, tmp_path):
+        dense = experiment(data, model_config("attention+swiglu", num_layers=2), steps=4)
+        train(dense, tmp_path / "dense")
+        checkpoint = load_checkpoint(tmp_path / "dense")
+        model = model_config("aamoe+swiglu", num_layers=2)
+        params, new = carried_over(checkpoint.params, dense.model, model, seed=0)
+        assert "periods.blocks.0_aamoe.mixer.expert_keys" in new
+        assert not any("qkv" in name or "swiglu" in name or "norm" in name for name in new)
+        export(
+            params,
+            checkpoint.metadata | {"config": to_dict(dataclasses.replace(dense, model=model))},
+            "",
+            tmp_path / "up",
+        )
+        warm = experiment(data, model, steps=2, init_from=str(tmp_path / "up"))
+        cold = replace(warm, "training", init_from=None)
+        losses = [train(each, tmp_path / name).validation_loss for each, name in ((warm, "warm"), (cold, "cold"))]
+        assert losses[0] < losses[1]
+
+    def test_what_cannot_be_carried_over_is_refused(self):
+        source = load_checkpoint(LLAMA)
+        for change, message in (
+            ({"rope_base": 1e4}, "ModelConfig.rope_base = 10000.0: the checkpoint's is 500.0"),
+            ({"num_heads": 2, "num_kv_heads": 2}, "ModelConfig.num_heads = 2: the checkpoint's is 4"),
+            ({"pattern": ("mlp",)}, r"ModelConfig.pattern = .*: nothing of the checkpoint's"),
+        ):
+            target = dataclasses.replace(source.config.model, **change)
+            with pytest.raises(ConfigError, match=message):
+                carried_over(source.params, source.config.model, target, seed=0)
 
 
 def test_a_card_of_a_model_that_was_not_evaluated(tmp_path):
