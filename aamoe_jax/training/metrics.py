@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from pallas_kernels.chips import peak_flops
 
 FILE = "metrics.jsonl"
 DAMAGED = "metrics.damaged"
-TIMING_FIELDS = ("steps_per_second", "tokens_per_second", "mfu", "data_wait")
+TIMING_FIELDS = ("time", "steps_per_second", "tokens_per_second", "mfu", "data_wait")
 
 Record = dict[str, Any]
 
@@ -144,12 +145,12 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
             self._writer.close()
 
     def write(self, record: Record) -> None:
-        """One record, at once: a run that is killed has its lines."""
+        """One record and the time, at once: a run that is killed has its lines."""
         self.count += 1
         if self._file is None:
             return
         with self._saving():
-            self._file.write((json.dumps(record) + "\n").encode())
+            self._file.write((json.dumps(record | {"time": round(time.time(), 3)}) + "\n").encode())
         if self._writer is not None:
             scope = "/".join(record[name] for name in ("kind", "dataset") if name in record)
             for name, value in _scalars(record):

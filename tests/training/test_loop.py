@@ -142,7 +142,7 @@ class TestSkipping:
         config = replace(CONFIG, "training", nonfinite="skip", log_every=1)
         result = stub_run(tmp_path, [], config=config, losses={3: float("nan"), 8: float("inf")})
         assert result.step == 8
-        records = read_metrics(tmp_path)
+        records = untimed(tmp_path)
         assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 4, 5, 6, 7]
         skipped = [record for record in records if record["kind"] == "skipped"]
         assert skipped == [{"kind": "skipped", "step": step, "batch": step - 1} for step in (3, 8)]

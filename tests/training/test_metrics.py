@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from aamoe_jax.config import ConfigError, DataConfig
 from aamoe_jax.files import SaveError
 from aamoe_jax.training.goodput import Stopwatch
 from aamoe_jax.training.metrics import FILE, Clock, MetricsLog, Timing, loss_fields, read_metrics, train_record
-from tests.training.helpers import experiment, model_config
+from tests.training.helpers import experiment, model_config, untimed
 
 
 def write(run_dir, records, resume_step=0, tensorboard="off"):
@@ -30,7 +31,15 @@ class TestLog:
         records = [{"kind": "train", "step": step, "loss": step / 10} for step in range(1, 7)]
         write(tmp_path, records)
         write(tmp_path, records[3:], resume_step=3)
-        assert read_metrics(tmp_path) == records
+        assert untimed(tmp_path) == records
+
+    def test_every_record_has_its_time(self, tmp_path):
+        before = time.time()
+        write(tmp_path, [{"kind": "train", "step": 1}, {"kind": "validation", "step": 1}])
+        first, second = (record["time"] for record in read_metrics(tmp_path))
+        assert before - 0.001 <= first <= second <= time.time() + 0.001
+        write(tmp_path, [], resume_step=1)
+        assert [record["time"] for record in read_metrics(tmp_path)] == [first, second]
 
     def test_a_line_that_was_cut_off_is_dropped(self, tmp_path):
         record = {"kind": "train", "step": 1, "loss": 1.0}
@@ -45,10 +54,10 @@ class TestLog:
         lines = (tmp_path / FILE).read_bytes().splitlines(keepends=True)
         bad = [b'{"kind": "tr' + lines[1], b"\xff" + lines[2], b'{"step": 3}\n', b"[1]\n", b"7\n", b"\n"]
         (tmp_path / FILE).write_bytes(lines[0] + b"".join(bad) + b"".join(lines[3:]))
-        assert read_metrics(tmp_path) == records[:1] + records[3:]
+        assert untimed(tmp_path) == records[:1] + records[3:]
         with MetricsLog(tmp_path, resume_step=4, tensorboard="off", expected=4) as log:
             assert log.count == 4
-        assert read_metrics(tmp_path) == [records[0], records[3]]
+        assert untimed(tmp_path) == [records[0], records[3]]
         assert (tmp_path / "metrics.damaged").read_bytes() == b"".join(bad)
         warnings = capfd.readouterr().err.splitlines()
         assert "6 lines cannot be read (line 2, 3, 4, 5, 6, ...); moved to metrics.damaged" in warnings[0]
