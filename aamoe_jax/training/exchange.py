@@ -27,6 +27,7 @@ from aamoe_jax.model import LanguageModel, split
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODEL_TYPE = "aamoe"
+OF_FILES = ("fingerprints", "digest")
 Params = dict[str, Any]
 Meta = dict[str, Any]
 MEANING = ("norm", "norm_eps", "qk_norm", "rope_base", "embedding")
@@ -54,7 +55,7 @@ def export(params: Params, meta: Meta, card: str, folder: Path) -> None:
     """Writes a checkpoint as model.safetensors, config.json and README.md.
 
     Args:
-      meta: of the checkpoint; all of it goes into config.json.
+      meta: of the checkpoint; it goes into config.json, without what belongs to the files of the checkpoint.
       card: the text of README.md.
 
     Raises:
@@ -68,7 +69,8 @@ def export(params: Params, meta: Meta, card: str, folder: Path) -> None:
         written.mkdir()
         flat = traverse_util.flatten_dict(jax.tree.map(np.asarray, params), sep=".")
         safetensors.numpy.save_file(flat, written / WEIGHTS, {"format": "np"})
-        (written / CONFIG).write_text(json.dumps({"model_type": MODEL_TYPE, **meta}, indent=1) + "\n", encoding="utf-8")
+        told = {"model_type": MODEL_TYPE} | {name: value for name, value in meta.items() if name not in OF_FILES}
+        (written / CONFIG).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
         (written / "README.md").write_text(card, encoding="utf-8")
         written.rename(folder)
 
@@ -104,28 +106,29 @@ def read_meta(folder: Path) -> Meta:
 
 
 def read_params(folder: Path, meta: Meta, like: Params | None) -> Params:
-    """The parameters of a folder, with the shardings of `like`; without, on one device.
+    """The parameters of a folder, with the shardings of `like`; without, on one device. Every process reads all of it.
 
     Raises:
-      ConfigError: their names or shapes are not those of the config, or of `like`.
+      ConfigError: a file is damaged or missing; or names or shapes are not those of the config, or of `like`.
     """
-    tensors = _tensors(folder)
+    tensors, config = _tensors(folder), from_dict(ModelConfig, meta["config"]["model"])
     if read_kind(folder) == "llama":
         try:
-            flat = _from_llama(tensors, from_dict(ModelConfig, meta["config"]["model"]))
+            flat = _from_llama(tensors, config)
         except KeyError as error:
             raise ConfigError(f"{folder}: has no tensor {error}, which a Llama model of its config has") from error
     else:
         flat = dict(tensors)
     params = traverse_util.unflatten_dict({tuple(name.split(".")): value for name, value in flat.items()})
-    if like is None:
-        return jax.tree.map(jax.numpy.asarray, params)
-    there, wanted = (_shapes(tree) for tree in (params, like))
+    of_config = jax.eval_shape(lambda: split(LanguageModel(config, rngs=nnx.Rngs(0)))[1])
+    there, wanted = _shapes(params), _shapes(like or of_config)
     if there != wanted:
         name = next(iter(sorted(there.items() ^ wanted.items())))[0]
         raise ConfigError(
             f"{folder}: {name} is {there.get(name, 'missing')}, and {wanted.get(name, 'not there')} in this config"
         )
+    if like is None:
+        return jax.tree.map(jax.numpy.asarray, params)
     return jax.tree.map(lambda value, leaf: jax.device_put(value.astype(leaf.dtype), leaf.sharding), params, like)
 
 
@@ -224,7 +227,10 @@ def _tensors(folder: Path) -> dict[str, Float[np.ndarray, "..."]]:
         files = sorted(set(index["weight_map"].values()))
     found: dict[str, np.ndarray] = {}
     for name in files:
-        held = safetensors.flax.load_file(folder / name)  # of NumPy's types none is bfloat16
+        try:
+            held = safetensors.flax.load_file(folder / name)  # of NumPy's types none is bfloat16
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ConfigError(f"{folder / name}: cannot be read ({error}); copy the folder again") from error
         found |= {key: np.asarray(value, np.float32) for key, value in held.items()}
     return found
 
