@@ -61,7 +61,7 @@ lint: .venv/installed
 .venv-newest/installed: setup.cfg pyproject.toml constraints-newest.txt
 	@test -n '$(NEWEST)' || { echo 'error: there is no Python 3.13; name one: make NEWEST=/path/to/python3.13 ...' >&2; exit 1; }
 	$(NEWEST) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-newest.txt -e '.[dev,harness]'
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-newest.txt -e '.[dev,harness,wandb,mlflow]'
 	@touch $@
 
 .venv-aot/installed: setup.cfg pyproject.toml constraints.txt

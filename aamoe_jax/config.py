@@ -47,7 +47,8 @@ RENAMED: Mapping[str, str] = {
 }
 """Fields that moved to the configs of the mixers that read them, by the names they had. Gin files may use those for one
 release, checkpoints always."""
-REMOVED: Mapping[str, frozenset[str]] = {"BudgetConfig": frozenset({"warmup_steps", "warmup_scale"})}
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+REMOVED = {"BudgetConfig": {"warmup_steps", "warmup_scale"}, "TrainingConfig": {"tensorboard"}}
 """Fields of training that are gone, by class. Checkpoints that name them load, for their models are the same."""
 
 
@@ -461,7 +462,8 @@ class TrainingConfig:
     """Steps between local checkpoints."""
     check_every: int = 0
     """Steps between two that are computed twice, to find damaged devices, and slow ones; 0: never."""
-    tensorboard: Literal["off", "on"] = "off"
+    trackers: tuple[str, ...] = ()
+    """What shows metrics beside metrics.jsonl: 'tensorboard', 'wandb', 'mlflow'. Each needs its extra installed."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """A step whose loss or gradient is not finite ends the run (`stop`), or leaves the state as it was (`skip`)."""
 
@@ -473,7 +475,8 @@ class TrainingConfig:
         for name in ("eval_every", "check_every"):
             if vars(self)[name] < 0:
                 refuse(self, name, "must be at least 0")
-        require_choice(self, "tensorboard", ("off", "on"))
+        if not set(self.trackers) <= set(TRACKERS):
+            refuse(self, "trackers", f"must be of {', '.join(map(repr, TRACKERS))}")
         require_choice(self, "nonfinite", ("stop", "skip"))
 
 

@@ -90,7 +90,7 @@ class TestRefusals:
             (TrainingConfig, {"steps": 0}, "steps", "must be a positive number"),
             (TrainingConfig, {"batch_size": 8, "accumulate": 3}, "accumulate", "must divide batch_size = 8"),
             (TrainingConfig, {"eval_every": -1}, "eval_every", "must be at least 0"),
-            (TrainingConfig, {"tensorboard": "yes"}, "tensorboard", "must be one of 'off', 'on'"),
+            (TrainingConfig, {"trackers": ("neptune",)}, "trackers", "must be of 'tensorboard', 'wandb', 'mlflow'"),
         ],
     )
     def test_name_field_value_and_what_is_wanted(self, cls, values, field, wanted):

@@ -23,6 +23,7 @@ from jaxtyping import Float
 
 from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, ModelConfig, from_dict, to_dict
 from aamoe_jax.data import load_tokenizer
+from aamoe_jax.files import SaveError
 from aamoe_jax.model import LanguageModel, split
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -60,10 +61,19 @@ def export(params: Params, meta: Meta, card: str, folder: Path) -> None:
 
     Raises:
       ConfigError: the folder is there already.
+      SaveError: it cannot be written.
     """
     if folder.exists():
         raise ConfigError(f"{folder}: is there already; name a new folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _export(params, meta, card, folder)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise SaveError(f"{folder}: cannot be written ({error}); name another folder") from error
+
+
+def _export(params: Params, meta: Meta, card: str, folder: Path) -> None:
+    """The folder appears when all of it is written."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
         written = Path(work, folder.name)
         written.mkdir()
@@ -81,11 +91,8 @@ def read_meta(folder: Path) -> Meta:
     Raises:
       ConfigError: it is of a model that is not known here, or of a Llama model with something that is not.
     """
-    try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        kind = found["model_type"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / CONFIG}: is no config of a model ({error!r})") from error
+    found = _read_json(folder / CONFIG)
+    kind = found.get("model_type")
     if kind == MODEL_TYPE:
         return {name: value for name, value in found.items() if name != "model_type"}
     if kind != "llama":
@@ -112,9 +119,9 @@ def read_params(folder: Path, meta: Meta, like: Params | None) -> Params:
       ConfigError: a file is damaged or missing; or names or shapes are not those of the config, or of `like`.
     """
     tensors, config = _tensors(folder), from_dict(ModelConfig, meta["config"]["model"])
-    if read_kind(folder) == "llama":
+    if _read_json(folder / CONFIG)["model_type"] == "llama":
         try:
-            flat = _from_llama(tensors, config)
+            flat = _from_llama(tensors, config, folder)
         except KeyError as error:
             raise ConfigError(f"{folder}: has no tensor {error}, which a Llama model of its config has") from error
     else:
@@ -172,10 +179,11 @@ def llama_config(found: Mapping[str, Any], path: Path) -> ModelConfig:
       ConfigError: it asks for something that this stack has not.
     """
     rotary = found.get("rope_parameters") or {}
-    scaling = found.get("rope_scaling") or ({} if rotary.get("rope_type", "default") == "default" else rotary)
+    scaling = found.get("rope_scaling") or rotary
     head_dim = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
     unknown = {
-        "rope_scaling": bool(scaling),
+        "rope_scaling": scaling.get("rope_type", scaling.get("type", "default")) != "default",
+        "quantization_config": "quantization_config" in found,
         "attention_bias": bool(found.get("attention_bias")),
         "mlp_bias": bool(found.get("mlp_bias")),
         "hidden_act": found.get("hidden_act", "silu") != "silu",
@@ -198,39 +206,52 @@ def llama_config(found: Mapping[str, Any], path: Path) -> ModelConfig:
     )
 
 
-def _from_llama(tensors: Mapping[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
+def _from_llama(tensors: dict[str, np.ndarray], config: ModelConfig, folder: Path) -> dict[str, np.ndarray]:
     """Llama's tensors under the names of `attention+swiglu`. One table for both ends becomes two: what enters here is
-    sqrt(d) times the table, and what leaves is not."""
-    embedding = tensors["model.embed_tokens.weight"]
+    sqrt(d) times the table, and what leaves is not.
+
+    Raises:
+      KeyError: one is missing.
+      ConfigError: there is one more.
+    """
+    embedding = tensors.pop("model.embed_tokens.weight")
+    tied = _read_json(folder / CONFIG).get("tie_word_embeddings", False)
+    readout = tensors.pop("lm_head.weight", embedding) if tied else tensors.pop("lm_head.weight")
     more = ((0, config.vocab_size - len(embedding)), (0, 0))
     flat = {
         "embedding": np.pad(embedding / np.float32(config.d_model**0.5), more),
-        "readout": np.pad(tensors.get("lm_head.weight", embedding), more),
-        "norm.scale": tensors["model.norm.weight"],
+        "readout": np.pad(embedding if tied else readout, more),
+        "norm.scale": tensors.pop("model.norm.weight"),
     }
     for theirs, ours in LLAMA_LAYER.items():
-        of_layers = [tensors[f"model.layers.{layer}.{theirs}.weight"] for layer in range(config.num_layers)]
+        of_layers = [tensors.pop(f"model.layers.{layer}.{theirs}.weight") for layer in range(config.num_layers)]
         flat[f"periods.blocks.{ours}"] = np.stack([value.T if value.ndim == 2 else value for value in of_layers])
+    for name in tensors:
+        if not name.endswith("rotary_emb.inv_freq"):  # older files have the angles, which follow from the config
+            raise ConfigError(f"{folder}: has the tensor {name!r}, which a Llama model of its config has not")
     return flat
 
 
-def read_kind(folder: Path) -> str:
-    """The `model_type` of a folder."""
-    return str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["model_type"])
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: is no JSON object ({error})") from error
 
 
 def _tensors(folder: Path) -> dict[str, Float[np.ndarray, "..."]]:
     """All tensors of a folder in float32, whose file may be in parts."""
     files = [WEIGHTS]
     if not (folder / WEIGHTS).is_file():
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        files = sorted(set(index["weight_map"].values()))
+        files = sorted(set(_read_json(folder / INDEX).get("weight_map", {}).values()))
     found: dict[str, np.ndarray] = {}
     for name in files:
         try:
             held = safetensors.flax.load_file(folder / name)  # of NumPy's types none is bfloat16
         except (OSError, safetensors.SafetensorError) as error:
             raise ConfigError(f"{folder / name}: cannot be read ({error}); copy the folder again") from error
+        except AttributeError as error:  # a type that NumPy has not
+            raise ConfigError(f"{folder / name}: has numbers of a type that is not known here ({error})") from error
         found |= {key: np.asarray(value, np.float32) for key, value in held.items()}
     return found
 

@@ -125,9 +125,7 @@ def train(
             state, meta = interrupt.before_steps(lambda: first_state(setup, config, store, local, allow_restart))
         start = int(jax.device_get(state.step))
         _write_down(config, run_dir, notes or {})  # only now: a refused config leaves no trace in another's folder
-        log = stack.enter_context(
-            MetricsLog(run_dir, resume_step=start, tensorboard=training.tensorboard, expected=meta.get("records"))
-        )
+        log = stack.enter_context(MetricsLog(run_dir, resume_step=start, config=config, expected=meta.get("records")))
         if start >= training.steps:
             local.clear()
             return Result(start, None, meta.get("validation_loss"))

@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON object per line, and TensorBoard by choice.
+"""What a run writes down: one JSON object per line, and what trackers show by choice.
 
 `metrics.jsonl` is always written. A line is of `kind` "train", "validation" or "skipped". Lines depend on the run
 alone, but for the fields in TIMING_FIELDS: a run that was interrupted and resumed leaves the file that it would have
@@ -12,19 +12,20 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from aamoe_jax.config import ConfigError, ExperimentConfig
+from aamoe_jax.config import ExperimentConfig, to_dict
 from aamoe_jax.cost import training_flops
 from aamoe_jax.files import SaveError, write_whole
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.training import distributed
 from aamoe_jax.training.auxiliary import LOSSES
 from aamoe_jax.training.goodput import Stopwatch
+from aamoe_jax.training.trackers import Trackers
 from pallas_kernels.chips import peak_flops
 
 FILE = "metrics.jsonl"
@@ -104,14 +105,17 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
     Lines that cannot be read are moved to `metrics.damaged`. A warning says how many, and how many are missing.
 
     Args:
+      config: names the trackers that are told too; None: none is.
       expected: so many records were there when the checkpoint of `resume_step` was made; None: not known.
     """
 
-    def __init__(self, run_dir: Path, *, resume_step: int, tensorboard: str, expected: int | None = None):
+    def __init__(
+        self, run_dir: Path, *, resume_step: int, config: ExperimentConfig | None = None, expected: int | None = None
+    ):
         self.count = 0
         """Records of the run so far, with those that are missing. On process 0."""
         self._path = run_dir / FILE
-        self._file = self._writer = None
+        self._file = self._trackers = None
         if not distributed.is_first():
             return
         records, damaged = read_lines(run_dir)
@@ -128,21 +132,14 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         self.count = max(len(kept), expected or 0)
         write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = self._path.open("ab", buffering=0)
-        if tensorboard == "on":
-            try:
-                import tensorboardX
-            except ImportError as error:
-                raise ConfigError(
-                    "TrainingConfig.tensorboard = 'on': needs tensorboardX: pip install 'aamoe_jax[tensorboard]', or "
-                    "'off'"
-                ) from error
-            self._writer = tensorboardX.SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
+        if config is not None:
+            self._trackers = Trackers(config.training.trackers, run_dir, resume_step, to_dict(config))
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
     def write(self, record: Record) -> None:
         """One record and the time, at once: a run that is killed has its lines."""
@@ -151,10 +148,9 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
             return
         with self._saving():
             self._file.write((json.dumps(record | {"time": round(time.time(), 3)}) + "\n").encode())
-        if self._writer is not None:
+        if self._trackers is not None:
             scope = "/".join(record[name] for name in ("kind", "dataset") if name in record)
-            for name, value in _scalars(record):
-                self._writer.add_scalar(f"{scope}/{name}", value, record["step"])
+            self._trackers.log({f"{scope}/{name}": value for name, value in _scalars(record)}, record["step"])
 
     def sync(self) -> None:
         """Until all records are on disk: no checkpoint outlasts the metrics of its steps."""
@@ -193,9 +189,17 @@ def read_lines(run_dir: Path) -> tuple[list[Record], dict[int, bytes]]:
 
 
 def _scalars(record: Record) -> Iterator[tuple[str, float]]:
+    """The figures of a record by name; those of a layer, or of one of its experts, end with its number."""
     for name, value in record.items():
-        if isinstance(value, dict):
-            figures = ((f"{key}/{layer}", x) for key, values in value.items() for layer, x in enumerate(values))
-            yield from (figure for figure in figures if figure[1] is not None)
+        if name == "layers":
+            yield from _numbered(value.items())
         elif name not in ("kind", "dataset", "step"):
-            yield name, value
+            yield from _numbered([(name, value)])
+
+
+def _numbered(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, float]]:
+    for name, value in named:
+        if isinstance(value, list):
+            yield from _numbered((f"{name}/{index}", part) for index, part in enumerate(value))
+        elif value is not None:
+            yield name, float(value)

@@ -32,7 +32,7 @@ FREE_FIELDS = frozenset(
         "TrainingConfig.local_dir",
         "TrainingConfig.local_every",
         "TrainingConfig.check_every",
-        "TrainingConfig.tensorboard",
+        "TrainingConfig.trackers",
         # What becomes of a step that is not finite. The others are the same.
         "TrainingConfig.nonfinite",
         # Where the data lies. What it holds is compared by digest.

@@ -66,6 +66,11 @@ HOSTILE = {
         *([f"--checkpoint={text}", "--items=/nowhere"] for text in TEXTS),
         *([*words, NOWHERE, "--items=/nowhere"] for words in (*UNKNOWN, *numbers("batch_size"))),
     ],
+    "export": [
+        [],
+        *([f"--checkpoint={text}", "--output=/nowhere/out"] for text in TEXTS),
+        *([*words, NOWHERE, "--output=/nowhere/out"] for words in UNKNOWN),
+    ],
     "neurons": [
         [],
         *([f"--checkpoint={text}"] for text in TEXTS),

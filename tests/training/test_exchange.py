@@ -17,6 +17,7 @@ from aamoe_jax import evaluate, load_checkpoint, merge
 from aamoe_jax.config import ConfigError, DataConfig, to_dict
 from aamoe_jax.data import load_tokenizer
 from aamoe_jax.data.tokenizers import letters
+from aamoe_jax.files import SaveError
 from aamoe_jax.model import structure
 from aamoe_jax.training.exchange import carried_over, export, llama_config
 from aamoe_jax.training.loop import train
@@ -119,6 +120,8 @@ class TestLlama:
 
     def test_one_table_for_both_ends(self, tmp_path):
         shutil.copytree(LLAMA, tmp_path / "tied")
+        config = json.loads((LLAMA / "config.json").read_text())
+        (tmp_path / "tied" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
         tensors = safetensors.numpy.load_file(LLAMA / "model.safetensors")
         del tensors["lm_head.weight"]
         safetensors.numpy.save_file(tensors, tmp_path / "tied" / "model.safetensors")
@@ -135,6 +138,7 @@ class TestLlama:
             {"mlp_bias": True},
             {"hidden_act": "gelu"},
             {"head_dim": 8},
+            {"quantization_config": {"quant_method": "fp8"}},
         ],
     )
     def test_what_the_stack_has_not_is_refused(self, change):
@@ -163,21 +167,34 @@ class TestLlama:
     def test_a_folder_that_lacks_something_is_refused(self, tmp_path):
         shutil.copytree(LLAMA, tmp_path / "llama")
         tensors = safetensors.numpy.load_file(LLAMA / "model.safetensors")
-        del tensors["model.layers.1.mlp.up_proj.weight"]
-        safetensors.numpy.save_file(tensors, tmp_path / "llama" / "model.safetensors")
-        with pytest.raises(ConfigError, match=r"has no tensor 'model.layers.1.mlp.up_proj.weight'"):
+        for missing in ("model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
+            rest = {name: value for name, value in tensors.items() if name != missing}
+            safetensors.numpy.save_file(rest, tmp_path / "llama" / "model.safetensors")
+            with pytest.raises(ConfigError, match=f"has no tensor '{missing}'"):
+                load_checkpoint(tmp_path / "llama")
+        bias = {"model.layers.0.self_attn.q_proj.bias": np.zeros(16, np.float32)}
+        safetensors.numpy.save_file(tensors | bias, tmp_path / "llama" / "model.safetensors")
+        with pytest.raises(ConfigError, match=r"has the tensor 'model.layers.0.self_attn.q_proj.bias', which"):
             load_checkpoint(tmp_path / "llama")
+        angles = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(2, np.float32)}
+        safetensors.numpy.save_file(tensors | angles, tmp_path / "llama" / "model.safetensors")
+        load_checkpoint(tmp_path / "llama")
         config = json.loads((LLAMA / "config.json").read_text())
         del config["intermediate_size"]
         (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
         with pytest.raises(ConfigError, match=r"config.json: has no 'intermediate_size'"):
             load_checkpoint(tmp_path / "llama")
 
+    def test_default_rotary_embeddings_may_be_named(self):
+        found = json.loads((LLAMA / "config.json").read_text())
+        for scaling in (None, {"rope_type": "default"}, {"type": "default"}):
+            assert llama_config(found | {"rope_scaling": scaling}, Path("config.json")).rope_base == 500.0
+
     def test_other_models_and_no_models_are_refused(self, tmp_path):
         shutil.copytree(LLAMA, tmp_path / "other")
         for text, message in (
             ('{"model_type": "mamba"}', "model_type = 'mamba': only"),
-            ("[", "is no config of a model"),
+            ("[", "is no JSON object"),
         ):
             (tmp_path / "other" / "config.json").write_text(text)
             with pytest.raises(ConfigError, match=message):
@@ -234,6 +251,12 @@ class TestUpcycling:
             target = dataclasses.replace(source.config.model, **change)
             with pytest.raises(ConfigError, match=message):
                 carried_over(source.params, source.config.model, target, seed=0)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveError, match=r"out: cannot be written \(.*\); name another folder"):
+        export({"embedding": np.zeros(2)}, {"step": 0}, "card", tmp_path / "file" / "out")
 
 
 def test_a_card_of_a_model_that_was_not_evaluated(tmp_path):

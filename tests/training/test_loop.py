@@ -70,7 +70,7 @@ def stub_run(run_dir: Path, events: list, *, losses=None, config=CONFIG, interru
         Interrupt() as interrupt,
         Owner(run_dir) as owner,
         NotedStore(run_dir / "checkpoints", keep_last=2) as store,
-        MetricsLog(run_dir, resume_step=0, tensorboard="off") as log,
+        MetricsLog(run_dir, resume_step=0) as log,
         Progress(0, config.training.steps) as progress,
         Profiler(None, run_dir) as profiler,
         Watchdog(run_dir, 0) as watchdog,

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 
 import numpy as np
 import pytest
 
-from aamoe_jax.config import ConfigError, DataConfig
+from aamoe_jax.config import DataConfig
 from aamoe_jax.files import SaveError
 from aamoe_jax.training.goodput import Stopwatch
 from aamoe_jax.training.metrics import FILE, Clock, MetricsLog, Timing, loss_fields, read_metrics, train_record
 from tests.training.helpers import experiment, model_config, untimed
 
 
-def write(run_dir, records, resume_step=0, tensorboard="off"):
-    with MetricsLog(run_dir, resume_step=resume_step, tensorboard=tensorboard) as log:
+def write(run_dir, records, resume_step=0):
+    with MetricsLog(run_dir, resume_step=resume_step) as log:
         for record in records:
             log.write(record)
 
@@ -55,7 +54,7 @@ class TestLog:
         bad = [b'{"kind": "tr' + lines[1], b"\xff" + lines[2], b'{"step": 3}\n', b"[1]\n", b"7\n", b"\n"]
         (tmp_path / FILE).write_bytes(lines[0] + b"".join(bad) + b"".join(lines[3:]))
         assert untimed(tmp_path) == records[:1] + records[3:]
-        with MetricsLog(tmp_path, resume_step=4, tensorboard="off", expected=4) as log:
+        with MetricsLog(tmp_path, resume_step=4, expected=4) as log:
             assert log.count == 4
         assert untimed(tmp_path) == [records[0], records[3]]
         assert (tmp_path / "metrics.damaged").read_bytes() == b"".join(bad)
@@ -64,12 +63,12 @@ class TestLog:
         assert "2 of 4 records up to step 4 are missing" in warnings[1]
 
     def test_records_are_counted(self, tmp_path):
-        with MetricsLog(tmp_path, resume_step=0, tensorboard="off") as log:
+        with MetricsLog(tmp_path, resume_step=0) as log:
             for step in range(1, 4):
                 log.write({"kind": "train", "step": step})
             log.sync()
             assert log.count == 3
-        with MetricsLog(tmp_path, resume_step=2, tensorboard="off", expected=2) as log:
+        with MetricsLog(tmp_path, resume_step=2, expected=2) as log:
             assert log.count == 2
 
     def test_starting_anew_starts_an_empty_file(self, tmp_path):
@@ -87,24 +86,12 @@ class TestLog:
 
             def close(self) -> None: ...
 
-        with MetricsLog(tmp_path, resume_step=0, tensorboard="off") as log:
+        with MetricsLog(tmp_path, resume_step=0) as log:
             log._file.close()
             log._file = Full()
             for save in (lambda: log.write({"kind": "train", "step": 1}), log.sync):
                 with pytest.raises(SaveError, match=r"metrics\.jsonl could not be written: No space left on device"):
                     save()
-
-    def test_tensorboard(self, tmp_path):
-        pytest.importorskip("tensorboardX")
-        write(tmp_path, [{"kind": "train", "step": 1, "loss": 1.0, "layers": {"spent": [1.0, 2.0]}}], tensorboard="on")
-        (events,) = (tmp_path / "tensorboard").iterdir()
-        for tag in (b"train/loss", b"train/spent/1"):
-            assert tag in events.read_bytes()
-
-    def test_tensorboard_that_is_not_installed_names_the_extra(self, tmp_path, monkeypatch):
-        monkeypatch.setitem(sys.modules, "tensorboardX", None)
-        with pytest.raises(ConfigError, match=r"pip install 'aamoe_jax\[tensorboard\]'"):
-            write(tmp_path, [], tensorboard="on")
 
 
 class TestRecords:
