@@ -1,6 +1,7 @@
 """Trackers, each by its own library and without network: they get the figures of a run, and cannot end it."""
 
 import importlib.util
+import json
 import struct
 import sys
 from pathlib import Path
@@ -111,8 +112,8 @@ def test_wandb_offline_goes_on_in_the_same_run(tmp_path, monkeypatch):
     write(config, run, RECORDS[:2])
     write(config, run, RECORDS[2:], resume_step=2)
     folders = sorted(path for path in (run / "wandb").iterdir() if path.name.startswith("offline-run"))
-    ids = {path.name.rsplit("-", 1)[1] for path in folders}
-    assert len(ids) == 1
+    kept = json.loads((run / "trackers.json").read_text())["wandb"]
+    assert all((folder / f"run-{kept}.wandb").is_file() for folder in folders)
     rows = [row for folder in folders for (file,) in [list(folder.glob("*.wandb"))] for row in history(file)]
     assert sorted(rows) == [(1, 1.0, 2.0), (2, 0.5, 4.0), (3, 1 / 3, 6.0)]
 
