@@ -4,6 +4,7 @@ import importlib.util
 import json
 import struct
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,9 @@ def test_wandb_offline_goes_on_in_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     config, run = config_of(tmp_path, "wandb"), tmp_path / "run"
     write(config, run, RECORDS[:2])
+    # wandb names folders by the second. Of two of one second and one id it may lose what the later one was told; no run
+    # is resumed so soon.
+    time.sleep(1.1)
     write(config, run, RECORDS[2:], resume_step=2)
     folders = sorted(path for path in (run / "wandb").iterdir() if path.name.startswith("offline-run"))
     kept = json.loads((run / "trackers.json").read_text())["wandb"]
