@@ -65,6 +65,8 @@ def history(path: Path) -> list[tuple[int, float, float]]:
             at += BLOCK - at % BLOCK
             continue
         _, size, kind = struct.unpack_from("<IHB", content, at)
+        if at + 7 + size > len(content):  # it is still being written
+            break
         whole += content[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # all of a record, or its end
@@ -109,6 +111,8 @@ def test_mlflow_goes_on_in_the_same_run(tmp_path, monkeypatch):
 def test_wandb_offline_goes_on_in_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    for kind in ("CONFIG", "CACHE", "DATA"):
+        monkeypatch.setenv(f"WANDB_{kind}_DIR", str(tmp_path / kind))
     config, run = config_of(tmp_path, "wandb"), tmp_path / "run"
     write(config, run, RECORDS[:2])
     write(config, run, RECORDS[2:], resume_step=2)
