@@ -165,6 +165,7 @@ class LanguageModel(nnx.Module):
         *,
         budget: BudgetMode | None = None,
         detail: Detail = "sums",
+        with_mass: Bool[Array, ""] | bool = True,
         budget_scale: Float[Array, ""] | float = 1.0,
         max_budget_scale: float = 1.0,
         shards: Shards = WHOLE,
@@ -179,6 +180,7 @@ class LanguageModel(nnx.Module):
           detail: `tokens` adds `spent` and `budget` [layers, b, L] to the statistics; `resources` adds to these
             `resource`, `probability` and `mass` [layers, b, L, K], what every token got (ranks past `spent` mean
             nothing); `maps` adds `attention_map` [layers that have one, b, H, L, L].
+          with_mass: whether the statistics hold how attention is divided: see `Context`.
           budget_scale: multiplies every beta, and above 1 K_max too; cut at `max_budget_scale`.
           max_budget_scale: what the static bounds on work are laid out for.
           shards: inside `jax.shard_map`, the mesh around this call.
@@ -197,6 +199,7 @@ class LanguageModel(nnx.Module):
             budget=self.config.aamoe.budget.normalizer if budget is None else budget,
             beta=0.0,  # every layer puts in its own
             detail=detail,
+            with_mass=with_mass,
             scale=budget_scale,
             max_scale=max_budget_scale,
             shards=shards,

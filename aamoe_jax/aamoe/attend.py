@@ -31,7 +31,7 @@ def attend(
 ) -> Attended:
     """softmax(q . k / sqrt(k) + log P) v over the keys of all resources of a token: one call, the window in it (AA-17).
 
-    Of the tokens that attend together. Mass is of the tokens here, 0 in unused slots.
+    Of the tokens that attend together. Mass is of the tokens here, 0 in unused slots, and where nobody asks for it.
 
     Args:
       max_score: what no score exceeds, where norms bound it.
@@ -43,6 +43,7 @@ def attend(
     options: dict[str, Any] = {
         "max_pairs": most_pairs(context.budget, rows, length, slots, most_beta, layer),
         "max_score": max_score,
+        "with_mass": context.with_mass,
         "implementation": config.kernel,
     }
     if shards.resource > 1:
@@ -72,7 +73,7 @@ def attend(
             mass = jnp.concatenate([1.0 - mass.sum(-1, keepdims=True), mass], axis=-1)
         found = Attended(Softmax(output, lse), mass)
     mass = shards.scatter_sum(found.mass, TENSOR) / shards.tensor  # the mean over heads
-    used = jnp.arange(mass.shape[-1]) < allocation.count[..., None]
+    used = (jnp.arange(mass.shape[-1]) < allocation.count[..., None]) & context.with_mass
     # Every part of the heads has the same pairs.
     return Attended(found.attention, jnp.where(used, mass, 0), found.overflow / shards.tensor)
 

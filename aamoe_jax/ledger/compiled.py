@@ -74,7 +74,7 @@ class Trial:
     def vjp_and_statistics(
         self, params: Any, inputs: Inputs, row: Row
     ) -> tuple[Array, Callable[[Array], tuple[Any, Inputs]], Statistics]:
-        """The same, and what the mixer says of itself in every step of training."""
+        """The same, and what the mixer says of itself in a step of training that is not logged."""
         apply = lambda params, inputs: self._mixer(params)(inputs.h, self._context(inputs, row))  # noqa: E731
         return jax.vjp(apply, params, inputs, has_aux=True)
 
@@ -108,7 +108,8 @@ class Trial:
     def _context(self, inputs: Inputs, row: Row) -> Context:
         streams = {} if inputs.stream is None else {self.name: inputs.stream}
         budget, beta = self.config.aamoe.budget.normalizer, self.config.betas[0]
-        return Context(*row, budget, beta, embedded=inputs.embedded, fixed=FixedStreams(streams, streams))
+        embedded, fixed = inputs.embedded, FixedStreams(streams, streams)
+        return Context(*row, budget, beta, with_mass=False, embedded=embedded, fixed=fixed)
 
 
 def compiled(name: str, config: ModelConfig, rows: int, length: int) -> Costs:

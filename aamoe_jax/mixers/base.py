@@ -79,6 +79,9 @@ class Context:
     detail: Detail = "sums"
     """`tokens` adds per-token arrays to the statistics, `resources` also what every token was given, `maps` what every
     token weighs every other by."""
+    with_mass: Bool[Array, ""] | bool = True
+    """Whether statistics hold how attention is divided, which costs something; else they hold 0. A traced value chooses
+    while the program runs."""
     scale: Float[Array, ""] | float = 1.0
     """The budget scale, which multiplies beta (AA-35). It may change without a new compilation."""
     max_scale: float = 1.0

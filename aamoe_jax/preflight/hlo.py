@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Iterator
 
+from pallas_kernels.block_sparse_attention.interface import SELDOM
+
 BYTES = {"pred": 1, "token": 0, "opaque": 0, "s4": 0.5, "u4": 0.5, "c64": 8, "c128": 16}
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 NAME = re.compile(r"%([\w.\-]+)")
@@ -176,7 +178,8 @@ def _closing(text: str) -> int:
 
 
 def runs(module: Module) -> Iterator[Run]:
-    """Every instruction that a step runs, with how often. Of the branches of a conditional the longest is taken."""
+    """Every instruction that a step runs, with how often. Of the branches of a conditional the longest is taken, or
+    the shortest where it holds what most steps leave out."""
     yield from _runs(module, module.computations[module.entry], 1, False)
 
 
@@ -193,7 +196,8 @@ def _runs(module: Module, computation: Computation, times: int, fused: bool) -> 
         kinds = ["calls", "called_computations"] + ["to_apply"] * (instruction.opcode == "call")
         names = [name for kind in kinds for name in called.get(kind, ()) if name in module.computations]
         if branches := [name for kind in BRANCHES for name in called.get(kind, ())]:
-            names.append(max(branches, key=lambda name: _length(module, name)))
+            pick = min if SELDOM in instruction.source else max
+            names.append(pick(branches, key=lambda name: _length(module, name)))
         for name in names:
             yield from _runs(module, module.computations[name], times, inside)
 

@@ -35,7 +35,7 @@ from aamoe_jax.training.profile import Profiler, ProfileWindow
 from aamoe_jax.training.progress import Progress
 from aamoe_jax.training.resume import refuse_lost_history, restore_newest, warm_started
 from aamoe_jax.training.state import Placement, TrainState, abstract_state, initial_state, place
-from aamoe_jax.training.step import Metrics, TrainStep, make_train_step
+from aamoe_jax.training.step import Metrics, TrainStep, is_logged, make_train_step
 from aamoe_jax.training.watchdog import Watchdog
 
 MAX_CONSECUTIVE_SKIPS = 10
@@ -315,7 +315,7 @@ class Recorder:
             self._log.write({"kind": "skipped", "step": step, "batch": step - 1})
             self._progress.say(f"step {step} skipped: {_reason(step, values)}")
             return
-        if step == 1 or _due(step, training.log_every, training.steps):
+        if is_logged(step, training):
             record = train_record(step, values, self._clock.read(step), self._config)
             self._log.write(record)
             self._progress.train(record)

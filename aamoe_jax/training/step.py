@@ -19,10 +19,10 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.aamoe.correlations import beside_loss
-from aamoe_jax.config import ExperimentConfig
+from aamoe_jax.config import ExperimentConfig, TrainingConfig
 from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.mixers.statistics import combine, over_all_devices
 from aamoe_jax.model import merge
@@ -61,11 +61,13 @@ def make_train_step(
         shards=placement.shards,
         byte_lengths=byte_lengths,
     )
-    gradients_of = over_mesh(compute, placement, (placement.params, PartitionSpec()), PartitionSpec())
+    everywhere = PartitionSpec()
+    gradients_of = over_mesh(compute, placement, (placement.params, everywhere), everywhere, everywhere)
     weights = loss_weights(config.model)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        gradients, metrics = gradients_of(state.params, batch, weights | {"sparsity_loss": state.sparsity_weight})
+        given = weights | {"sparsity_loss": state.sparsity_weight}, is_logged(state.step + 1, config.training)
+        gradients, metrics = gradients_of(state.params, batch, *given)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         # The optimizer's own count, which leaves out the steps that were skipped.
         _, updates_made = optax.tree.get_all_with_path(state.optimizer, "count")[0]
@@ -102,6 +104,11 @@ def make_eval_step(
     return over_mesh(eval_step, placement, PartitionSpec())
 
 
+def is_logged(step: Int[Array, ""] | int, training: TrainingConfig) -> Bool[Array, ""] | bool:
+    """Whether the metrics of a step are written down: the first, every `log_every`-th, and the last."""
+    return (step == 1) | (step % training.log_every == 0) | (step == training.steps)
+
+
 def over_mesh(function: Callable, placement: Placement, out_specs: Any, *more: PartitionSpec) -> Callable:
     """`function(params, batch, ...)` on every device's part of each; see `aamoe_jax.shards`.
 
@@ -117,6 +124,7 @@ def gradients_and_metrics(
     params: dict[str, Any],
     batch: Batch,
     weights: Weights,
+    with_mass: Bool[Array, ""] | bool = True,
     *,
     accumulate: int,
     shards: Shards,
@@ -128,11 +136,13 @@ def gradients_and_metrics(
 
     Args:
       weights: of the losses that layers add.
+      with_mass: whether statistics hold how attention is divided; else they hold 0.
     """
     totals = batch_totals(batch, shards, byte_lengths)
     # Gradients are summed within a `fsdp` group where its parameters are gathered; over all other devices once, here.
     params, sum_gradients = jax.vjp(lambda params: varying(params, AXES), params)
-    of_rows = functools.partial(loss_fn, graphdef=graphdef, shards=shards, totals=totals, weights=weights)
+    given = {"graphdef": graphdef, "shards": shards, "totals": totals, "weights": weights, "with_mass": with_mass}
+    of_rows = functools.partial(loss_fn, **given)
     grad_fn = functools.partial(jax.grad(of_rows, has_aux=True), params)
     if accumulate == 1:
         gradients, sums = grad_fn(batch)
@@ -151,6 +161,7 @@ def loss_fn(
     weights: Weights | None = None,
     budget: BudgetMode | None = None,
     detail: Literal["sums", "tokens"] = "sums",
+    with_mass: Bool[Array, ""] | bool = True,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The loss of some rows, and the sums that it is made of: `nll`, -log p of the targets in nats, and `statistics`.
 
@@ -158,9 +169,12 @@ def loss_fn(
       totals: of the whole batch that the rows are of.
       weights: of the losses that layers add; None: they are left out.
       detail: `tokens` adds how budgets go with losses to the statistics (AA-25).
+      with_mass: whether they hold how attention is divided; else they hold 0.
     """
     inputs = (batch[name] for name in ("tokens", "segment_ids", "positions"))
-    logits, statistics = merge(graphdef, params)(*inputs, budget=budget, detail=detail, shards=shards)
+    logits, statistics = merge(graphdef, params)(
+        *inputs, budget=budget, detail=detail, with_mass=with_mass, shards=shards
+    )
     if detail == "tokens":
         statistics = beside_loss(statistics, logits, batch, shards)
     targets, counts = (shards.part(batch[name], TOKENS) for name in ("targets", "loss_mask"))

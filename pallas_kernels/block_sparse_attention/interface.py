@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import operation, reference, xla
@@ -32,6 +32,7 @@ PLANS: dict[str, tuple[Callable[[Problem], Path], LocalWindow]] = {
 """What plans the pairs of a call, with a ValueError for what it cannot do; and how the window is computed."""
 IMPLEMENTATIONS = ("reference", *PLANS)
 FASTEST_TPU = "pallas_tpu"  # whichever of the three `tpu.dispatch` picks
+SELDOM = "if_wanted"  # the scope of what most steps leave out, for those who count what a program does
 
 
 def block_sparse_attention(
@@ -46,6 +47,7 @@ def block_sparse_attention(
     window: Window | None = None,
     scale: float | None = None,
     max_score: Float[Array, ""] | None = None,
+    with_mass: Bool[Array, ""] | bool = True,
     row_chunks: int | None = None,
     implementation: str | None = None,
 ) -> Attention:
@@ -72,6 +74,8 @@ def block_sparse_attention(
       max_score: what no |scale * q . k| exceeds, where norms of queries and keys say so; not differentiated. Where it
         is small, kernels need not look for the largest score. It must not depend on the tokens: what a token gets
         would, by a rounding, depend on later ones. None: unknown.
+      with_mass: whether the mass is wanted, which most steps of a training run do without. Where it is not, mass is 0
+        and costs nothing. A traced value chooses while the program runs: nothing is compiled again.
       row_chunks: chunks of one row, where a batch of rows lies flat and no token meets another row's chunks; None: one
         row. Nothing but the choice of implementation depends on it.
       implementation: a name in IMPLEMENTATIONS; or "pallas_tpu", the fastest of the three for TPUs by `tpu.dispatch`.
@@ -104,12 +108,24 @@ def block_sparse_attention(
         name = f"{FASTEST_TPU}_{dispatch.fastest(problem, num_context if row_chunks is None else row_chunks)}"
     if name == "reference":
         output, lse, mass = reference.attend(inputs, window, problem)
-    else:
-        inputs, window = varying((inputs, window))
-        plan, local = PLANS[name]
-        path = plan(problem) if slots > 0 else NoPairs(problem)
-        output, lse, mass, _ = operation.attend((path, local), inputs, window, path.tables(inputs.pairs))
-    return Attention(output, lse, jax.lax.stop_gradient(mass))
+        return Attention(output, lse, _if_wanted(with_mass, pairs, lambda: jax.lax.stop_gradient(mass)))
+    inputs, window = varying((inputs, window))
+    plan, local = PLANS[name]
+    path = plan(problem) if slots > 0 else NoPairs(problem)
+    tables = path.tables(inputs.pairs)
+    output, lse, parts, _ = operation.attend((path, local), inputs, window, tables)
+    given = jax.lax.stop_gradient((inputs, tables, parts, lse))
+    return Attention(output, lse, _if_wanted(with_mass, inputs.pairs, lambda: path.mass(*given)))
+
+
+def _if_wanted(
+    with_mass: Bool[Array, ""] | bool, pairs: Pairs, mass: Callable[[], Float[Array, "T K"]]
+) -> Float[Array, "T K"]:
+    nothing = lambda: jnp.zeros_like(pairs.bias, jnp.float32)  # noqa: E731
+    if isinstance(with_mass, bool):
+        return mass() if with_mass else nothing()
+    with jax.named_scope(SELDOM):
+        return jax.lax.cond(with_mass, mass, nothing)
 
 
 def _hide_unknown(pairs: Pairs, resources: int) -> Pairs:

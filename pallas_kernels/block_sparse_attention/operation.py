@@ -36,8 +36,12 @@ class Path(Protocol):
     def tables(self, pairs: Pairs) -> Any:
         """Integers that forward and backward pass share, from pairs.resource and pairs.count."""
 
-    def forward(self, inputs: Inputs, tables: Any, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
-        """Adds the routed pairs to `start`; and the share of the whole on every pair, mean over heads."""
+    def forward(self, inputs: Inputs, tables: Any, start: Partial) -> tuple[Partial, Any]:
+        """Adds the routed pairs to `start`; and what `mass` is made of, where it is at hand."""
+
+    def mass(self, inputs: Inputs, tables: Any, parts: Any, lse: Float[Array, "T H"]) -> Float[Array, "T K"]:
+        """The share of the whole on every pair, mean over heads: from the `parts` of the forward pass and the whole's
+        log-sum-exp."""
 
     def backward(self, inputs: Inputs, tables: Any, cotangents: Cotangents, start: Gradients) -> Gradients:
         """Adds the gradients through the routed pairs to `start`."""
@@ -51,26 +55,28 @@ class NoPairs(NamedTuple):
     def tables(self, pairs: Pairs) -> None:
         return None
 
-    def forward(self, inputs: Inputs, tables: None, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
+    def forward(self, inputs: Inputs, tables: None, start: Partial) -> tuple[Partial, None]:
         # A window that its bias hides gives nothing either.
-        start = start._replace(output=jnp.where(start.lse[..., None] > -jnp.inf, start.output, 0))
-        return start, jnp.zeros_like(inputs.pairs.bias, jnp.float32)
+        return start._replace(output=jnp.where(start.lse[..., None] > -jnp.inf, start.output, 0)), None
+
+    def mass(self, inputs: Inputs, tables: None, parts: None, lse: Float[Array, "T H"]) -> Float[Array, "T 0"]:
+        return jnp.zeros_like(inputs.pairs.bias, jnp.float32)
 
     def backward(self, inputs: Inputs, tables: None, cotangents: Cotangents, start: Gradients) -> Gradients:
         return start
 
 
-def _attend(how, inputs: Inputs, window: Window | None, tables) -> tuple[Array, Array, Array, Array]:
-    """Output, log-sum-exp and mass by a path and a local window, differentiable through the first two; and the output
-    in float32, for the backward pass: from a rounded one the gradient of every bias would be off by the rounding."""
+def _attend(how, inputs: Inputs, window: Window | None, tables) -> tuple[Array, Array, Any, Array]:
+    """Output and log-sum-exp by a path and a local window, differentiable; what the mass is made of; and the output in
+    float32, for the backward pass: from a rounded one the gradient of every bias would be off by the rounding."""
     path, local = how
     query = inputs.query
     if window is None:
         start = Partial(jnp.zeros_like(query, jnp.float32), jnp.full_like(query[..., 0], -jnp.inf, jnp.float32))
     else:
         start = local.attention(inputs, window, path.problem.scale)
-    whole, mass = path.forward(inputs, tables, start)
-    return whole.output.astype(query.dtype), whole.lse, mass, whole.output
+    whole, parts = path.forward(inputs, tables, start)
+    return whole.output.astype(query.dtype), whole.lse, parts, whole.output
 
 
 def _forward(how, inputs, window, tables):

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.block_sparse_attention import tables as tables_lib
 from pallas_kernels.block_sparse_attention.tables import Tables
-from pallas_kernels.block_sparse_attention.tile import partial_attention, partial_gradients
+from pallas_kernels.block_sparse_attention.tile import finite, partial_attention, partial_gradients
 from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem
 
 STEP_SCORES = 2**18  # scores of one step: in cache, and enough of them for every core
@@ -50,7 +50,7 @@ class Path(NamedTuple):
         # Without the barrier XLA computes these indices anew for every element of the gathers they feed.
         return jax.lax.optimization_barrier((pair, token, bias, seen, resource))
 
-    def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
+    def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "P H"]]:
         """Output and log-sum-exp of every pair over its own keys alone, then one distribution per token."""
         *_, key, value, pairs, _ = inputs
         numbering, (token_P, _, count), (heads, d) = tables.numbering, tables.numbering, key.shape[2:]
@@ -90,9 +90,15 @@ class Path(NamedTuple):
         sums = start.output * weight[..., None], weight
         output, total = jax.lax.fori_loop(0, -(-count.sum() // MERGE_ROWS), merge, sums)
         whole = Partial(output / jnp.where(total > 0, total, 1.0)[..., None], jnp.log(total) + top)
-        lse = jnp.where(total > 0, whole.lse, 0.0)
-        mass_P = jnp.exp(lse_PH - lse.at[token_P].get(mode="clip")).mean(1)
-        return whole, tables_lib.to_slots(mass_P, numbering, self.problem.slots)
+        return whole, lse_PH
+
+    def mass(
+        self, inputs: Inputs, tables: Tables, parts: Float[Array, "P H"], lse: Float[Array, "T H"]
+    ) -> Float[Array, "T K"]:
+        """From the log-sum-exp of every pair."""
+        numbering = tables.numbering
+        mass_P = jnp.exp(parts - finite(lse).at[numbering.token].get(mode="clip")).mean(1)
+        return tables_lib.to_slots(mass_P, numbering, self.problem.slots)
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
         """The context's tiles with the rotated queries, then the experts' with the others."""

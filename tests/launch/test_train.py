@@ -189,6 +189,15 @@ class TestResume:
         assert (whole / FILE).read_text().count("\n") == len(untimed(whole))
 
 
+def test_every_step_that_is_logged_says_how_attention_was_divided(whole):
+    """Though other steps do not compute it."""
+    records = [record for record in read_metrics(whole) if record["kind"] == "train"]
+    assert [record["step"] for record in records] == [1, *range(4, STEPS + 1, 4)]
+    for record in records:
+        shares = [record["layers"][f"mass_{kind}"] for kind in ("local", "context", "expert")]
+        np.testing.assert_allclose(np.sum(shares, 0), 1.0, rtol=1e-5)
+
+
 class TestOwner:
     def test_a_second_run_in_the_folder_is_refused_and_the_first_is_as_it_would_be(self, place, whole):
         folder = place.folder / "twice"

@@ -122,6 +122,18 @@ class BlockSparseAttentionTest:
         attention, _ = evaluate(inputs._replace(window=window), static, self.implementation)
         np.testing.assert_allclose(np.asarray(attention.mass).sum(1), 1.0, rtol=1e-5)
 
+    def test_mass_where_it_is_wanted_alone(self):
+        """Which is known when the program runs: it is compiled once. What else it gives is the same to the bit."""
+        inputs, static = random_inputs(NAMED["plain"])
+        (wanted, gradients) = evaluate(inputs, static, self.implementation)
+        compiled = number_compiled()
+        (unwanted, same_gradients) = evaluate(inputs, static, self.implementation, with_mass=False)
+        assert number_compiled() == compiled
+        assert np.any(wanted.mass)
+        assert not np.any(unwanted.mass)
+        expected = wanted._replace(mass=unwanted.mass), gradients
+        jax.tree.map(np.testing.assert_array_equal, (unwanted, same_gradients), expected)
+
     def test_bfloat16(self):
         """Against float32 on the same rounded inputs: 2e-3 of the largest value, plus what no arithmetic could avoid.
 

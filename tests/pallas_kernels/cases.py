@@ -87,12 +87,14 @@ def random_inputs(shape: Shape, dtype=jnp.float32) -> tuple[Inputs, Static]:
     return inputs, Static(shape.num_context, max_pairs, shape.scale)
 
 
-def evaluate(inputs: Inputs, static: Static, implementation: str) -> tuple[Attention, Gradients]:
+def evaluate(
+    inputs: Inputs, static: Static, implementation: str, with_mass: bool = True
+) -> tuple[Attention, Gradients]:
     """The attention, and the gradients of <output, d_output> + <lse, d_lse> over the tokens that attend to anything."""
-    return _evaluate(inputs, static, implementation)
+    return _evaluate(inputs, static, implementation, with_mass)
 
 
-def attention_and_gradients(inputs: Inputs, static: Static, implementation: str):
+def attention_and_gradients(inputs: Inputs, static: Static, implementation: str, with_mass: jax.Array | bool = True):
     def loss(query, query_expert, key, value, pair_bias, window_bias):
         window = None if inputs.window is None else inputs.window._replace(bias=window_bias)
         pairs = inputs.pairs._replace(bias=pair_bias)
@@ -104,6 +106,7 @@ def attention_and_gradients(inputs: Inputs, static: Static, implementation: str)
             pairs,
             window=window,
             max_score=inputs.max_score,
+            with_mass=with_mass,
             implementation=implementation,
             **static._asdict(),
         )

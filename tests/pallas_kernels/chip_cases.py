@@ -25,7 +25,7 @@ def kernel(
     dtype: str = "bfloat16",
     vmem: int | None = None,
 ):
-    """The kernel alone, `forward`, `forward_running` or `backward`, and its arguments.
+    """The kernel alone, `forward`, `forward_running`, `mass` or `backward`, and its arguments.
 
     It may have `vmem` bytes of fast memory; None: what `resident` counts on.
     """
@@ -48,10 +48,14 @@ def kernel(
         d_bias = by_tile((layout.groups, TILES, 1, tile))
         arrays = shape((2, *packed), word), stats, table, table, d_table, d_table, by_tile((2, *rows)), d_bias
         return functools.partial(resident_kernels.backward, **options), (*arrays, tiles, bounds)
-    pair_lse = by_tile((layout.groups, TILES, layout.heads, tile))
-    arrays = by_tile((2, *rows)), table, table, by_tile(rows), stats, pair_lse
+    words, kinds = (F32, 2) if dtype == F32 else (jnp.uint32, 1)
+    query = shape((kinds, *rows), words)
+    if name == "mass":
+        shares = by_tile((layout.groups, TILES, 1, tile))
+        return functools.partial(resident_kernels.mass, **options), (query, stats, table, shares, tiles, bounds)
     maximum = {"forward": "bounded", "forward_running": "running"}[name]
-    return functools.partial(resident_kernels.forward, maximum=maximum, **options), (*arrays, tiles, bounds)
+    arrays = query, table, table, by_tile(rows), stats, tiles, bounds
+    return functools.partial(resident_kernels.forward, maximum=maximum, **options), arrays
 
 
 def attention(*, tokens: int, heads: int, d: int, m: int, experts: int, rows: int, dtype: str = "bfloat16"):

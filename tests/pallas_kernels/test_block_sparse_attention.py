@@ -58,7 +58,7 @@ class TestXla(BlockSparseAttentionTest):
 
 class TestPallasTpuResident(TpuAttentionTest):
     implementation = "pallas_tpu_resident"
-    kernels = tuple(f"block_sparse_attention_{name}" for name in ("forward", "forward_running", "backward"))
+    kernels = tuple(f"block_sparse_attention_{name}" for name in ("forward", "forward_running", "mass", "backward"))
 
     @pytest.mark.parametrize(("heads", "d"), [(5, 256), (3, 64)])
     def test_whole_registers_and_groups_of_heads(self, heads, d):

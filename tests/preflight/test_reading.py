@@ -8,9 +8,12 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from aamoe_jax.preflight import buffers, collectives, hlo, work
+from pallas_kernels.block_sparse_attention.interface import SELDOM
 from tests.preflight import programs
 from tests.preflight.samples import ASSIGNED, LIVE, PROGRAM
 
@@ -60,6 +63,20 @@ class TestProgram:
         kernels = {kernel.name: kernel for kernel in work.measure(module, hlo.runs(module)).kernels}
         assert kernels["splash"] == work.Kernel("splash", 1, 7, 4 * 8 * 128 + ROWS)
         assert kernels["attend"] == work.Kernel("attend", 1, 1000, 500)
+
+    # Of sizes of their own: programs that differ in names alone are compiled once.
+    @pytest.mark.parametrize(("scope", "size", "counts"), [("every_step", 32, True), (SELDOM, 64, False)])
+    def test_of_a_conditional_the_longer_branch_counts_or_the_one_that_most_steps_take(self, scope, size, counts):
+        @jax.jit
+        def step(x, wanted):
+            with jax.named_scope(scope):
+                return jax.grad(lambda x: jnp.sum(jax.lax.cond(wanted, lambda: jnp.sin(x @ x), lambda: x)))(x)
+
+        array = jax.ShapeDtypeStruct((size, size), jnp.float32)
+        text = step.lower(array, jax.ShapeDtypeStruct((), jnp.bool_)).compile().as_text()
+        runs = list(hlo.runs(hlo.parse(text)))
+        assert any(run.instruction.opcode == "conditional" for run in runs)
+        assert (work.measure(hlo.parse(text), runs).product_flops > 0) == counts
 
     def test_text_without_a_program_is_refused(self):
         with pytest.raises(ValueError, match="no ENTRY computation"):

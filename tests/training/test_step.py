@@ -19,6 +19,7 @@ from aamoe_jax.training.optimizer import build_optimizer, gradient_norm
 from aamoe_jax.training.state import initial_state, place
 from aamoe_jax.training.step import (
     gradients_and_metrics,
+    is_logged,
     make_eval_step,
     make_train_step,
     micro_batches,
@@ -66,6 +67,34 @@ def gradients_of(pattern: str, normalizer: str, accumulate: int, weight: float):
     compute = functools.partial(gradients_and_metrics, graphdef, byte_lengths=BYTES, **options)
     divided = over_mesh(compute, placement, (placement.params, PartitionSpec()))
     return jax.jit(divided)(placement.put_params(params), placement.put(random_batch()))
+
+
+class TestMass:
+    """How attention is divided: a statistic of logged steps."""
+
+    def test_in_the_steps_that_ask_for_it_compiled_once(self):
+        config, graphdef, params = model_of("aamoe")
+        placement = place(dataclasses.replace(experiment(DATA), model=config))
+        options = {"accumulate": 1, "shards": placement.shards, "byte_lengths": BYTES}
+        compute = functools.partial(gradients_and_metrics, graphdef, **options)
+        here = PartitionSpec()
+        step = jax.jit(over_mesh(compute, placement, (placement.params, here), here, here))
+        given = placement.put_params(params), placement.put(random_batch()), {}
+        (gradients, with_mass), (same, without) = (step(*given, jnp.asarray(asked)) for asked in (True, False))
+        assert step._cache_size() == 1
+        jax.tree.map(np.testing.assert_array_equal, gradients, same)
+        mass = {name: figure for name, figure in with_mass["statistics"].items() if name.startswith("mass_")}
+        assert sum(float(figure.sum()) for figure in mass.values()) > 1
+        assert all(not np.any(without["statistics"][name]) for name in mass)
+        kept = with_mass["statistics"].keys() - mass.keys()
+        for name in kept:
+            np.testing.assert_array_equal(with_mass["statistics"][name], without["statistics"][name])
+
+    def test_logged_are_the_first_step_every_so_many_and_the_last(self):
+        training = dataclasses.replace(experiment(DATA).training, steps=11, log_every=4)
+        assert [step for step in range(1, 12) if is_logged(step, training)] == [1, 4, 8, 11]
+        traced = jax.jit(lambda step: is_logged(step, training))
+        assert [step for step in range(1, 12) if traced(jnp.int32(step))] == [1, 4, 8, 11]
 
 
 class TestAccumulation:

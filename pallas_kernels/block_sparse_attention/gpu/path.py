@@ -42,7 +42,7 @@ class Path(NamedTuple):
         resource = jnp.minimum(pairs.resource, most[0] - 1)  # hidden, but every pair has a row
         return tables_lib.build(resource, pairs.count, *most, ROWS)
 
-    def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
+    def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K S H"]]:
         """Every pair on its own, then one distribution per token."""
         tiles = _tiles(self, inputs.pairs, tables)
         arrays = *_arrays(self, inputs, tiles), tiles.rows
@@ -54,8 +54,13 @@ class Path(NamedTuple):
         total = first + weight_TKSH.sum((1, 2))
         output = first[..., None] * start.output + (weight_TKSH[..., None] * output_TKSHd).sum((1, 2))
         whole = Partial(output / jnp.where(total > 0, total, 1.0)[..., None], jnp.log(total) + top)
-        mass = jnp.exp(lse_TKSH - finite(whole.lse)[:, None, None]).sum(2).mean(2)
-        return whole, mass
+        return whole, lse_TKSH
+
+    def mass(
+        self, inputs: Inputs, tables: Tables, parts: Float[Array, "T K S H"], lse: Float[Array, "T H"]
+    ) -> Float[Array, "T K"]:
+        """From the log-sum-exp of every part of a resource."""
+        return jnp.exp(parts - finite(lse)[:, None, None]).sum(2).mean(2)
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
         """Scores once more for the queries, and once more, transposed, for the keys."""

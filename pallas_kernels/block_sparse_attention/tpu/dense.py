@@ -63,7 +63,7 @@ class Path(NamedTuple):
         by_block, by_tile = _places(wanted), _places(wanted.T)
         return Tables(chosen, Steps(*by_tile), Steps(by_block[1], by_block[0], by_block[2]))
 
-    def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
+    def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "G B hn W"]]:
         """The sums of a tile begin as the window's."""
         layout, (tokens, heads, d) = self.layout, inputs.query.shape
         state = self._lanes(start.output), to_stats(start.lse, layout, self._tokens, fill=-jnp.inf)
@@ -71,7 +71,18 @@ class Path(NamedTuple):
         whole = Partial(
             from_lanes(output[:tokens], layout, heads, d), lse.reshape(-1, lse.shape[-1])[:heads, :tokens].T
         )
-        return whole, _to_slots(self._mass(pair_lse, lse), tables.chosen)
+        return whole, pair_lse
+
+    def mass(
+        self, inputs: Inputs, tables: Tables, parts: Float[Array, "G B hn W"], lse: Float[Array, "T H"]
+    ) -> Float[Array, "T K"]:
+        """From the log-sum-exp of every row of a block; heads that are padding do not count."""
+        layout, heads = self.layout, self.problem.heads
+        parts = parts.reshape(*parts.shape[:2], layout.heads, layout.block, -1)
+        share = jnp.exp(parts - to_stats(finite(lse), layout, self._tokens, fill=0.0)[:, None, :, None])
+        real = jnp.arange(layout.groups * layout.heads).reshape(layout.groups, 1, -1, 1, 1) < heads
+        rows = jnp.where(real, share, 0.0).sum((0, 2)).reshape(-1, self._tokens)
+        return _to_slots(rows / heads, tables.chosen)
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
         """One pass: the gradients of all queries stay in fast memory."""
@@ -120,14 +131,6 @@ class Path(NamedTuple):
             experts = x[layout.blocks[0] * layout.block :]
             x = jnp.concatenate([x[: problem.num_context], experts[: problem.resources - problem.num_context]])
         return x
-
-    def _mass(self, pair_lse: Float[Array, "G B hn W"], lse: Float[Array, "G h W"]) -> Float[Array, "S W"]:
-        """Share of every row, mean over heads; those that are padding do not count."""
-        layout, heads = self.layout, self.problem.heads
-        pair_lse = pair_lse.reshape(*pair_lse.shape[:2], layout.heads, layout.block, -1)
-        share = jnp.exp(pair_lse - finite(lse)[:, None, :, None])
-        real = jnp.arange(layout.groups * layout.heads).reshape(layout.groups, 1, -1, 1, 1) < heads
-        return jnp.where(real, share, 0.0).sum((0, 2)).reshape(-1, lse.shape[-1]) / heads
 
     def _run(self, kernel, *arrays):
         size = vmem_bytes(self.layout, self.problem.dtype.itemsize)

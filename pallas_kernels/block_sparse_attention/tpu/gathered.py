@@ -51,7 +51,7 @@ class Path(NamedTuple):
         row = tables_lib.rows_to_pairs(number, by_resource)
         return Tables(by_resource, _pad_to(CHUNK, row, 0), _steps(by_resource.numbering))
 
-    def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
+    def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "G 1 P"]]:
         """Every pair on its own, then one distribution per token."""
         query, query_expert, key, value, pairs, _ = inputs
         layout, heads, numbering = self.layout, query.shape[1], tables.by_resource.numbering
@@ -69,7 +69,7 @@ class Path(NamedTuple):
         routed = _over_tokens(top + jnp.log(total), tables, self.problem.slots)[:, :heads]
         lse = jnp.logaddexp(routed, start.lse)
         before = start.output * jnp.exp(start.lse - finite(lse))[..., None]
-        output, mass = self._run(
+        output, shares = self._run(
             gathered_kernels.merge,
             _take(rows, tables.row),
             jnp.concatenate([top, total], axis=1),
@@ -77,8 +77,14 @@ class Path(NamedTuple):
             _pad_to(BLOCK, to_lanes(before, layout), 0.0),
             tables.steps,
         )
-        mass = tables_lib.to_slots(mass.sum((0, 1)) / heads, numbering, self.problem.slots)
-        return Partial(from_lanes(output[: len(lse)], layout, *query.shape[1:]), lse), mass
+        return Partial(from_lanes(output[: len(lse)], layout, *query.shape[1:]), lse), shares
+
+    def mass(
+        self, inputs: Inputs, tables: Tables, parts: Float[Array, "G 1 P"], lse: Float[Array, "T H"]
+    ) -> Float[Array, "T K"]:
+        """From the sum over a group's heads, which weights are anyway."""
+        share_P = parts.sum((0, 1)) / self.problem.heads
+        return tables_lib.to_slots(share_P, tables.by_resource.numbering, self.problem.slots)
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
         """What no tile visited was never written: those gradients are masked."""

@@ -42,13 +42,15 @@ class Path(NamedTuple):
         resource = jnp.where(known, pairs.resource + problem.resources * window_T[:, None], resources)
         return sorting.build(resource, pairs.count, resources, problem.max_pairs, layout.tile, slack=1)
 
-    def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K"]]:
+    def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, None]:
         """From the start's sums on. Scores that are known to stay small need no running maximum."""
-        lanes = [to_lanes(x, self.layout) for x in (inputs.key, inputs.value)]  # once for both branches
+        # Once for both branches.
+        lanes = self._queries(inputs), *(to_lanes(x, self.layout) for x in (inputs.key, inputs.value))
         if inputs.max_score is None:
-            return self._forward_running(inputs, lanes, tables, start)
+            return self._forward_running(inputs, lanes, tables, start), None
         small = inputs.max_score <= SAFE_SCORE
-        return jax.lax.cond(small, self._forward_bounded, self._forward_running, inputs, lanes, tables, start)
+        branches = self._forward_bounded, self._forward_running
+        return jax.lax.cond(small, *branches, inputs, lanes, tables, start), None
 
     def _forward_bounded(self, inputs, lanes, tables, start):
         # What a token's sums are divided by, in logarithms: where no |score| exceeds SAFE_SCORE, a weight is at most 1,
@@ -59,42 +61,47 @@ class Path(NamedTuple):
         inputs = inputs._replace(pairs=inputs.pairs._replace(bias=bias - shift))
         total = jnp.exp(start.lse - shift)
         given = inputs, lanes, tables, start.output, total, total
-        sums, (rounded, total), pair_lse = self._run_forward("bounded", *given)
-        return self._divided(sums, rounded, jnp.log(total), shift, pair_lse, tables)
+        sums, (rounded, total) = self._run_forward("bounded", *given)
+        return Partial(_divided(sums, rounded), jnp.log(total) + shift)
 
     def _forward_running(self, inputs, lanes, tables, start):
         total = (start.lse > -jnp.inf).astype(jnp.float32)
         top = jnp.maximum(start.lse * LOG2_E, LOWEST)
         given = inputs, lanes, tables, start.output, top, total
-        sums, (top, total), pair_lse = self._run_forward("running", *given)
-        return self._divided(sums, total, jnp.log(total) + top / LOG2_E, 0.0, pair_lse, tables)
+        sums, (top, total) = self._run_forward("running", *given)
+        return Partial(_divided(sums, total), jnp.log(total) + top / LOG2_E)
 
     def _run_forward(self, maximum: Maximum, inputs: Inputs, lanes, tables: Tables, output, first, total):
-        (query, query_expert, *_, pairs, _), (key, value) = inputs, lanes
-        layout, tiles = self.layout, self._tiles(pairs, tables)
-        rows = jnp.stack([layout_lib.to_rows(x.astype(jnp.float32), layout) for x in (query, query_expert)], axis=1)
+        (queries, key, value), layout, shape = lanes, self.layout, inputs.query.shape
+        tiles = self._tiles(inputs.pairs, tables)
         sums = layout_lib.to_rows(output * total[..., None], layout)
         stats = layout_lib.to_stats(first, total, layout)
 
-        def window(pair_lse, of_window):
-            rows, sums, stats, bounds = of_window
-            arrays = rows, key, value, sums, stats, pair_lse, tiles, bounds
-            sums, stats, pair_lse = self._run(resident_kernels.forward, *arrays, maximum=maximum)
-            return pair_lse, (sums, stats)
+        def window(of_window):
+            queries, sums, stats, bounds = of_window
+            arrays = queries, key, value, sums, stats, tiles, bounds
+            return self._run(resident_kernels.forward, *arrays, maximum=maximum)
 
-        pair_lse = jnp.zeros_like(sums, shape=(layout.groups, len(tiles.resource), layout.heads, layout.tile))
-        pair_lse, (sums, stats) = jax.lax.scan(window, pair_lse, (rows, sums, stats, self._bounds(tables)))
-        sums = layout_lib.from_rows(sums, layout, query.shape)
-        return sums, layout_lib.from_stats(stats, layout, query.shape[:2]), pair_lse / LOG2_E
+        sums, stats = jax.lax.map(window, (queries, sums, stats, self._bounds(tables)))
+        return layout_lib.from_rows(sums, layout, shape), layout_lib.from_stats(stats, layout, shape[:2])
 
-    def _divided(self, sums, total, lse: Float[Array, "T H"], shift, pair_lse: Float[Array, "G N h t"], tables: Tables):
-        """The result, whose log-sum-exp is `lse + shift`; and its share on every slot's pair, mean over heads."""
-        groups, tiles, heads, tile = pair_lse.shape
-        pair_lse = pair_lse.transpose(1, 3, 0, 2).reshape(tiles, tile, groups * heads)[..., : lse.shape[1]]
-        token = sorting.slots(tables, tile) // self.problem.slots
-        mass_Nt = jnp.exp(pair_lse - finite(lse).at[token].get(mode="clip")).mean(-1)
-        mass = sorting.from_tiles(mass_Nt, tables, self.problem.slots)
-        return Partial(sums / jnp.where(total > 0, total, 1.0)[..., None], lse + shift), mass
+    def mass(self, inputs: Inputs, tables: Tables, parts: None, lse: Float[Array, "T H"]) -> Float[Array, "T K"]:
+        """By scores that are computed once more: it is asked for seldom, and would be dear beside the output."""
+        layout, tiles, key = self.layout, self._tiles(inputs.pairs, tables), to_lanes(inputs.key, self.layout)
+        stats = layout_lib.to_stats(finite(lse), jnp.zeros_like(lse), layout, padding=-LOWEST)  # heads that are padding
+
+        def window(shares, of_window):
+            queries, stats, bounds = of_window
+            return self._run(resident_kernels.mass, queries, stats, key, shares, tiles, bounds)[0], None
+
+        shares = jnp.zeros_like(stats, shape=(layout.groups, len(tiles.resource), 1, layout.tile))
+        shares, _ = jax.lax.scan(window, shares, (self._queries(inputs), stats, self._bounds(tables)))
+        return sorting.from_tiles(shares.sum((0, 2)) / self.problem.heads, tables, self.problem.slots)
+
+    def _queries(self, inputs: Inputs) -> Num[Array, "n p G V 128"]:
+        """Both kinds: in bfloat16 as halves of a word, else one after the other."""
+        both = [layout_lib.to_rows(x, self.layout) for x in (inputs.query, inputs.query_expert)]
+        return _words(*both)[:, None] if inputs.query.dtype == jnp.bfloat16 else jnp.stack(both, axis=1)
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
         """Every kernel adds to what there is: no gradient is written twice, and none is left unwritten."""
@@ -175,11 +182,20 @@ def vmem_bytes(layout: Layout, m: int, itemsize: int) -> int:
     return max(forward, backward) + itemsize * (2**20 + 3 * m * layout.lanes)
 
 
+def _divided(sums: Float[Array, "T H d"], total: Float[Array, "T H"]) -> Float[Array, "T H d"]:
+    return sums / jnp.where(total > 0, total, 1.0)[..., None]
+
+
+def _words(low: Float[Array, "*N"], high: Float[Array, "*N"]) -> Num[Array, "*N"]:
+    """Two numbers of bfloat16 in one word."""
+    low, high = (jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in (low, high))
+    return low | (high << 16)
+
+
 def _pack(query: Float[Array, "T H d"], d_output: Float[Array, "T H d"], layout: Layout) -> Num[Array, "n G V 128"]:
     """Query and output gradient of a token side by side: halves of a word, or a register each."""
     q, do = (layout_lib.to_rows(x, layout) for x in (query, d_output))
     if q.dtype == jnp.bfloat16:
-        low, high = (jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in (q, do))
-        return low | (high << 16)
+        return _words(q, do)
     both = jnp.stack([x.reshape(*x.shape[:2], layout.slots, ROWS, LANES) for x in (q, do)], axis=3)
     return both.reshape(*q.shape[:2], -1, LANES)

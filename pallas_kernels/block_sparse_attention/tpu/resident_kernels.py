@@ -239,17 +239,19 @@ def _stack(rows: list, size: int):
 
 def _forward_kernel(
     resource, bounds, here, after, before, bias_ref, visible_ref, query_ref, key_ref, value_ref,  # in
-    sum_in, stats_in, lse_in,
-    sum_ref, stats_ref, pair_lse_ref,  # out
+    sum_in, stats_in,
+    sum_ref, stats_ref,  # out
     queries, outputs, stats, decays, copied,  # scratch: the tile's rows
     *, layout: Layout, scale: float, interpret: bool, maximum: Maximum,
 ):  # fmt: skip
-    del resource, lse_in
+    del resource
     group, step, running = pl.program_id(0), pl.program_id(1), maximum == "running"
 
     @pl.when(step == 0)
     def _():
         _copy(copied, (sum_in.at[group], sum_ref.at[0]), (stats_in.at[group], stats_ref.at[0]))
+
+    query = _query(_phase(step, bounds), key_ref.dtype, layout)
 
     def gather(buffer):
         def body(rows, first):
@@ -266,8 +268,7 @@ def _forward_kernel(
         bias, sums, jobs = bias_ref[0] * LOG2_E, _Sums(outputs.at[buffer], layout), _Job.all_of(layout)
 
         def score(job, _):
-            query = _own(_load(queries.at[buffer], job, layout), job, layout).astype(key_ref.dtype)
-            return dot(key_ref[0, :, job.lanes(layout)], query, (1, 1))
+            return dot(key_ref[0, :, job.lanes(layout)], query(queries.at[buffer], job), (1, 1))
 
         def softmax(job, score):
             columns = job.columns(layout)
@@ -287,9 +288,7 @@ def _forward_kernel(
 
         found = zip(*_staggered(jobs, score, softmax, output, between=between), strict=True)
         totals, others = (_by_head(jobs, x, layout) for x in found)
-        pair_lse_ref[0, 0] = jnp.log2(jnp.concatenate(totals, axis=0))
         if running:
-            pair_lse_ref[0, 0] += jnp.concatenate(others, axis=0)
             factors = [jnp.exp2(old[h : h + 1] - top) for h, top in enumerate(others)]
             totals = [old[TOTAL + h : TOTAL + h + 1] * factors[h] + total for h, total in enumerate(totals)]
             factor = _stack(factors, LANES).T
@@ -318,6 +317,37 @@ def _forward_kernel(
         _in_series(rows, phases, interpret)
     else:
         _overlapped(rows, phases, interpret, bounds)
+
+
+def _mass_kernel(
+    resource, bounds, here, after, before, bias_ref, visible_ref, query_ref, stats_ref, key_ref, shares_in,  # in
+    shares_ref,  # out
+    queries, stats, copied,  # scratch: the tile's rows
+    *, layout: Layout, scale: float, interpret: bool,
+):  # fmt: skip
+    del resource, after, before, shares_in, copied
+    query = _query(_phase(pl.program_id(1), bounds), key_ref.dtype, layout)
+
+    def gather(rows, first):
+        for j, row in enumerate(rows):
+            queries[_rows(first + j, ROWS, ROWS), :] = query_ref[0, 0, _rows(row), :]
+            stats[pl.ds(first + j, 1), :] = stats_ref[0, _token(row), :]
+
+    _for_rows(here, interpret, gather)
+    seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
+    lse, bias, jobs = stats[...].T, bias_ref[0], _Job.all_of(layout)
+
+    def score(job, _):
+        return dot(key_ref[0, :, job.lanes(layout)], query(queries, job), (1, 1))
+
+    def share(job, score):
+        columns = job.columns(layout)
+        shift = (bias[:, columns] - lse[job.head : job.head + 1, columns]) * LOG2_E
+        weight = jnp.where(seen[:, columns], jnp.exp2(score * (scale * LOG2_E) + shift), 0.0)
+        return jnp.sum(weight, axis=0, keepdims=True)
+
+    shares = _staggered(jobs, score, share, between=lambda i, n: None)
+    shares_ref[0, 0] = functools.reduce(jnp.add, _by_head(jobs, shares, layout))
 
 
 def _backward_kernel(
@@ -393,6 +423,19 @@ def _backward_kernel(
     _overlapped(_Rows(here, after, before), _Phases(gather, attend, accumulate), interpret, bounds)
 
 
+def _query(phase, dtype, layout: Layout) -> Callable[[Any, _Job], Any]:
+    """query(rows, job): those of a job, of the phase, from the rows of a tile: float32, or halves of words."""
+
+    def query(rows, job: _Job):
+        x = _load(rows, job, layout)
+        if rows.dtype != F32:
+            x = (x << (16 * (1 - phase)).astype(jnp.uint32)) & jnp.uint32(0xFFFF0000)
+            x = jax.lax.bitcast_convert_type(x, F32)
+        return _own(x, job, layout).astype(dtype)
+
+    return query
+
+
 def _unpack(packed, job: _Job, layout: Layout, size: int):
     """Query and output gradient of one unit: halves of a word, or rows 0 to 7 and 8 to 15 of a token."""
     if size > ROWS:
@@ -447,9 +490,11 @@ class _Blocks(NamedTuple):
         shape = (1, self.layout.slots * size, LANES)
         return pl.BlockSpec(shape, lambda g, s, *_: (g, 0, 0), pipeline_mode=pl.Buffered(1))
 
-    def queries(self, size: int) -> pl.BlockSpec:
+    def queries(self, size: int, kinds: int = 2) -> pl.BlockSpec:
+        """Of the phase; both of one `kind` where words hold both."""
         shape = (1, 1, self.layout.slots * size, LANES)
-        return pl.BlockSpec(shape, lambda g, s, _, bounds: (_phase(s, bounds), g, 0, 0), pipeline_mode=pl.Buffered(1))
+        which = _phase if kinds == 2 else lambda *_: 0
+        return pl.BlockSpec(shape, lambda g, s, _, bounds: (which(s, bounds), g, 0, 0), pipeline_mode=pl.Buffered(1))
 
 
 def _call(
@@ -483,33 +528,62 @@ def _call(
 
 
 def forward(
-    query: Float[Array, "2 G V 128"],
+    query: Num[Array, "p G V 128"],
     key: Num[Array, "R m E"],
     value: Num[Array, "R m E"],
     sums: Float[Array, "G V 128"],
     stats: Float[Array, "G W 128"],
-    pair_lse: Float[Array, "G N h t"],
     tiles: Tiles,
     bounds: Bounds,
     *,
     maximum: Maximum,
     layout: Layout,
     **options: Any,
-) -> tuple[Float[Array, "G V 128"], Float[Array, "G W 128"], Float[Array, "G N h t"]]:
-    """Adds a window's tiles to sums (not divided) and statistics; writes their pairs' log-sum-exp, in base 2.
+) -> tuple[Float[Array, "G V 128"], Float[Array, "G W 128"]]:
+    """Adds a window's tiles to sums (not divided) and statistics.
 
     Statistics are totals, and before them the running maxima in base 2, or totals of the weights as they were rounded.
+
+    Args:
+      query: in float32, those of the context, then those of experts (p = 2); or words with halves of both (p = 1).
     """
     blocks, anywhere = _Blocks(layout, len(tiles.resource)), pl.BlockSpec(memory_space=pl.ANY)
     table, running = blocks.table(key.shape[1]), maximum == "running"
-    arrays = [(blocks.queries(ROWS), query), (table, key), (table, value)]
-    arrays += [(anywhere, sums), (anywhere, stats), (anywhere, pair_lse)]
-    results = [(blocks.by_token(ROWS), sums), (blocks.by_token(1), stats), (blocks.by_pair(layout.heads), pair_lse)]
+    arrays = [(blocks.queries(ROWS, len(query)), query), (table, key), (table, value)]
+    arrays += [(anywhere, sums), (anywhere, stats)]
+    results = [(blocks.by_token(ROWS), sums), (blocks.by_token(1), stats)]
     buffers, decays = (1, layout.tile * ROWS) if running else (2, ROWS)
-    scratch = [((buffers, layout.tile * n, LANES), F32) for n in (ROWS, ROWS, 1)] + [((decays, LANES), F32)]
-    kernel, given = functools.partial(_forward_kernel, maximum=maximum), (arrays, results, scratch, {5: 2})
+    kinds = (ROWS, query.dtype), (ROWS, F32), (1, F32)
+    scratch = [((buffers, layout.tile * n, LANES), kind) for n, kind in kinds] + [((decays, LANES), F32)]
+    kernel, given = functools.partial(_forward_kernel, maximum=maximum), (arrays, results, scratch, {})
     name = {"bounded": "block_sparse_attention_forward", "running": "block_sparse_attention_forward_running"}[maximum]
     return _call(kernel, name, tiles, bounds, *given, key.shape[1], products=2, layout=layout, **options)
+
+
+def mass(
+    query: Num[Array, "p G V 128"],
+    stats: Float[Array, "G W 128"],
+    key: Num[Array, "R m E"],
+    shares: Float[Array, "G N 1 t"],
+    tiles: Tiles,
+    bounds: Bounds,
+    *,
+    layout: Layout,
+    **options: Any,
+) -> tuple[Float[Array, "G N 1 t"]]:
+    """Writes the share of its token's attention that every pair of a window has, the sum over the group's heads.
+
+    Args:
+      query: as in `forward`.
+      stats: the log-sum-exp of all keys of a token.
+    """
+    blocks, size = _Blocks(layout, len(tiles.resource)), layout.tile * ROWS
+    arrays = [(blocks.queries(ROWS, len(query)), query), (blocks.by_token(1), stats), (blocks.table(key.shape[1]), key)]
+    arrays += [(pl.BlockSpec(memory_space=pl.ANY), shares)]
+    scratch = [((size, LANES), query.dtype), ((layout.tile, LANES), F32)]
+    given = arrays, [(blocks.by_pair(1), shares)], scratch, {3: 0}
+    name = "block_sparse_attention_mass"
+    return _call(_mass_kernel, name, tiles, bounds, *given, key.shape[1], products=1, layout=layout, **options)
 
 
 def backward(
