@@ -124,12 +124,17 @@ class TestBrowser:
         browser.get_log("performance")
         browser.get(address)
         yield
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         assert browser.get_log("browser") == []
         events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
         asked = [
             event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"
         ]
         assert [url for url in asked if url != address and not url.startswith("data:")] == []
+
+    def resize(self, width: int, height: int = 800) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def all(self, selector: str) -> list[WebElement]:
         return self.browser.find_elements(By.CSS_SELECTOR, selector)
@@ -233,7 +238,7 @@ class TestBrowser:
         assert self.script("document.querySelector('.pin').ariaPressed") == "false"
         self.all("#tab-token")[0].click()
         self.key(Keys.ARROW_RIGHT)
-        assert self.script("document.activeElement.id") == "tab-experts"
+        assert self.script("document.activeElement.id") == "tab-map"
         assert self.chosen_layer().startswith("Layer 0")
 
     def test_an_expert_shows_its_tokens(self, data):
@@ -272,9 +277,8 @@ class TestBrowser:
 
     @pytest.mark.parametrize("width", [340, 700, 1000, 1900])
     def test_nothing_sticks_out(self, width):
-        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        for tab in ("token", "experts", "copies"):
+        self.resize(width)
+        for tab in ("token", "map", "experts", "copies"):
             self.script(f"document.getElementById('tab-{tab}').click()")
             if tab == "token":
                 self.script(f"all('.t')[{self.rich_token()}].click()")
@@ -283,7 +287,74 @@ class TestBrowser:
             pane = self.all(f"#pane-{tab}")[0]
             # Seven columns of figures may scroll on the smallest of screens.
             assert tab == "copies" or pane.get_property("scrollWidth") <= pane.get_property("clientWidth")
-        self.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        self.all("#side")[0].click()
+        assert self.script("document.documentElement.scrollWidth") <= width
+
+    @pytest.mark.parametrize("side", [False, True])
+    def test_words_are_broken_only_where_no_line_holds_them(self, data, side):
+        self.resize(420)
+        if side:
+            self.all("#side")[0].click()
+        text = "".join(text if len(text) == 1 else "#" for text in data["text"])
+        words = [match.span() for match in re.finditer(r"[A-Za-z]{2,20}", text)]
+        lines = self.script("all('.t').map((t) => t.getClientRects().length === 1 ? t.offsetTop : -1)")
+        assert len(set(lines[: len(text)])) > 4
+        assert len(words) > 10
+        for start, stop in words:
+            assert len(set(lines[start:stop])) == 1, text[start:stop]
+
+    def test_layers_stand_side_by_side(self, data):
+        one = []
+        for _ in range(2):
+            one.append(self.grounds())
+            self.key(Keys.ARROW_RIGHT)
+        self.all("#side")[0].click()
+        count = len(data["text"])
+        assert self.grounds() == one[0] + one[1]
+        token = self.rich_token()
+        ActionChains(self.browser).move_to_element(self.token(count + token)).perform()
+        assert self.chosen_layer().startswith("Layer 1")
+        active = self.script("all('.t').flatMap((t, index) => t.classList.contains('active') ? [index] : [])")
+        assert active == [token, count + token]
+        for layer in range(2):
+            marked = self.script(f"all('[data-panel=\"{layer}\"] .is-context').map((t) => Number(t.dataset.token))")
+            slots = np.flatnonzero(inspected().kind[layer, token] == CONTEXT)
+            found = inspected()
+            spans = [range(found.start[layer, token, slot], found.stop[layer, token, slot]) for slot in slots]
+            assert marked == sorted(index for span in spans for index in span)
+        self.token(token).click()
+        assert self.chosen_layer().startswith("Layer 0")
+        self.all("#side")[0].click()
+        self.assert_shows(token, layer=0)
+
+    def test_the_map_shows_where_every_budget_went(self, data):
+        found = inspected()
+        self.resize(1280, 1800)
+        self.all("#tab-map")[0].click()
+        canvas = self.all("#pane-map canvas")[0]
+        experts = sorted(use["expert"] for use in data["layers"][0]["uses"])
+        columns = found.num_chunks + len(experts)
+        self.script("window.map = document.querySelector('canvas')")
+        pixels = self.script("[...map.getContext('2d').getImageData(0, 0, map.width, map.height).data]")
+        painted = np.array(pixels).reshape(len(data["text"]), -1, columns, 4, 4)[:, 0, :, 0, 3] > 0
+        for token, row in enumerate(painted):
+            resources = found.resource[0, token][found.kind[0, token] >= 0].tolist()
+            chunks = {one for one in resources if one < found.num_chunks}
+            others = {found.num_chunks + experts.index(one - found.num_chunks) for one in set(resources) - chunks}
+            assert set(np.flatnonzero(row)) == chunks | others, token
+        token = self.rich_token()
+        rank = int(np.flatnonzero(found.kind[0, token] == EXPERT)[0])
+        expert = int(found.expert[0, token, rank])
+        box, column = canvas.rect, found.num_chunks + experts.index(expert)
+        place = (column + 0.5) / columns * box["width"] - box["width"] / 2
+        down = (token + 0.5) / len(data["text"]) * box["height"] - box["height"] / 2
+        ActionChains(self.browser).move_to_element_with_offset(canvas, place, down).perform()
+        said = self.all("#pane-map .readout")[0].text
+        assert said.startswith(f"Token {token} (")
+        assert f"expert {expert}, rank {rank + 1}, " in said
+        assert self.lit("expert") == np.flatnonzero((found.expert[0] == expert).any(-1)).tolist()
+        ActionChains(self.browser).click().perform()
+        self.assert_shows(token, layer=0)
 
 
 def luminance(colour: str) -> float:

@@ -5,7 +5,7 @@
   const KIND = { l: "local", c: "context", e: "expert" };
   const LOCAL_NAME = data.local === "window" ? "window" : "own chunk";
   const KIND_NAME = { local: data.local === "window" ? "local window" : "own chunk", context: "routed context", expert: "experts" };
-  const state = { layer: 0, hovered: null, pinned: null, set: null, pinnedSet: null, row: null };
+  const state = { layer: 0, side: false, hovered: null, pinned: null, set: null, pinnedSet: null, row: null };
   const byId = (id) => document.getElementById(id);
   const passage = byId("passage");
 
@@ -94,8 +94,8 @@
   const current = () => data.layers[state.layer];
 
   /* The resources of a token, best first. */
-  function resources(token) {
-    const layer = current(), found = [];
+  function resources(token, layer = current()) {
+    const found = [];
     for (let slot = layer.offset[token]; slot < layer.offset[token + 1]; slot++) {
       found.push({
         rank: slot - layer.offset[token] + 1, kind: KIND[layer.kind[slot]], place: layer.place[slot],
@@ -184,35 +184,47 @@
     byId("shares").replaceChildren(...rows, element("div", { class: "key" }, ...key));
   }
 
-  // The passage.
+  // The passage: once, for the chosen layer, or once for every layer, side by side.
 
-  const spots = [];
+  let panels = []; // their index among the layers, null for the chosen one; an element for every token
+  const layerOf = (panel) => data.layers[panel.layer === null ? state.layer : panel.layer];
+  const chosenPanel = () => panels.find((panel) => panel.layer === state.layer) || panels[0];
+  const spotOf = (token) => chosenPanel().spots[token];
+
   function drawPassage() {
-    const fragment = document.createDocumentFragment();
-    for (let token = 0; token < count; token++) {
-      const spot = element("span", { class: "t", role: "option", "data-token": token, tabindex: token === 0 ? 0 : -1, "aria-selected": "false" });
-      spot.append(...written(data.text[token], data.forms[token]));
-      spots.push(spot);
-      fragment.append(spot);
-    }
-    passage.append(fragment);
+    panels = (state.side ? [...data.layers.keys()] : [null]).map((layer) => ({
+      layer,
+      spots: data.text.map((text, token) => element(
+        "span", { class: "t", role: "option", "data-token": token, tabindex: token === roving ? 0 : -1, "aria-selected": "false" },
+        ...written(text, data.forms[token]),
+      )),
+    }));
+    const label = "Tokens of the passage, coloured by the resources that they were given";
+    passage.classList.toggle("side", state.side);
+    passage.replaceChildren(...panels.map((panel) => element(
+      "div", { class: "one", "data-panel": panel.layer },
+      state.side ? element("h2", {}, `Layer ${layerOf(panel).number}`) : null,
+      element("div", { class: "passage", role: "listbox", tabindex: -1, "aria-label": state.side ? `${label} in layer ${layerOf(panel).number}` : label }, ...panel.spots),
+    )));
+    byId("side").setAttribute("aria-pressed", String(state.side));
   }
 
   function paint() {
-    const { spent } = current();
-    for (let token = 0; token < count; token++) {
-      const found = level(spent[token]);
-      if (found === null) spots[token].removeAttribute("data-level");
-      else spots[token].setAttribute("data-level", found);
+    for (const panel of panels) {
+      layerOf(panel).spent.forEach((spent, token) => {
+        const found = level(spent);
+        if (found === null) panel.spots[token].removeAttribute("data-level");
+        else panel.spots[token].setAttribute("data-level", found);
+      });
     }
   }
 
   let lit = [];
-  function light(tokens, kind, strong) {
-    for (const token of tokens) {
-      spots[token].classList.add("lit", `is-${kind}`);
-      if (strong) spots[token].classList.add("strong");
-      lit.push(token);
+  function light(spots, kind, strong) {
+    for (const spot of spots) {
+      spot.classList.add("lit", `is-${kind}`);
+      if (strong) spot.classList.add("strong");
+      lit.push(spot);
     }
   }
   const range = (start, stop) => Array.from({ length: stop - start }, (_, i) => start + i);
@@ -222,32 +234,39 @@
 
   /* Marks in the text what is being looked at: a set of tokens (an expert's, the repeated ones), or one token's resources. */
   function highlight() {
-    for (const token of lit) {
-      spots[token].classList.remove("lit", "strong", "is-local", "is-context", "is-expert", "is-copy", "active");
-      spots[token].removeAttribute("data-rank");
-      spots[token].setAttribute("aria-selected", "false");
+    for (const spot of lit) {
+      spot.classList.remove("lit", "strong", "is-local", "is-context", "is-expert", "is-copy", "active");
+      spot.removeAttribute("data-rank");
+      spot.setAttribute("aria-selected", "false");
     }
     lit = [];
     const set = chosenSet(), token = focus();
     passage.classList.toggle("focusing", set !== null || token !== null);
-    if (set) { light(tokensOf(set), set.kind, false); return; }
-    if (token === null) return;
-    for (const resource of resources(token)) {
-      const strong = state.row === resource.rank;
-      if (resource.kind === "expert") {
-        if (strong) light(current().usersOf.get(resource.place), "expert", true);
-        continue;
-      }
-      light(range(resource.start, resource.stop), resource.kind, strong);
-      if (resource.kind === "context") spots[resource.start].setAttribute("data-rank", resource.rank);
+    for (const panel of panels) {
+      passage.children[panels.indexOf(panel)].classList.toggle("chosen", panel.layer === state.layer);
+      if (set) light(tokensOf(set, layerOf(panel)).map((one) => panel.spots[one]), set.kind, false);
+      else if (token !== null) lightResources(panel, token);
     }
-    spots[token].classList.add("active");
-    spots[token].setAttribute("aria-selected", "true");
-    lit.push(token);
   }
 
-  function tokensOf(set) {
-    if (set.kind === "expert") return current().usersOf.get(set.key) || [];
+  /* Marks what a token was given in the layer of a panel. */
+  function lightResources(panel, token) {
+    for (const resource of resources(token, layerOf(panel))) {
+      const strong = panel === chosenPanel() && state.row === resource.rank;
+      if (resource.kind === "expert") {
+        if (strong) light(layerOf(panel).usersOf.get(resource.place).map((user) => panel.spots[user]), "expert", true);
+        continue;
+      }
+      light(panel.spots.slice(resource.start, resource.stop), resource.kind, strong);
+      if (resource.kind === "context") panel.spots[resource.start].setAttribute("data-rank", resource.rank);
+    }
+    panel.spots[token].classList.add("active");
+    panel.spots[token].setAttribute("aria-selected", "true");
+    lit.push(panel.spots[token]);
+  }
+
+  function tokensOf(set, layer) {
+    if (set.kind === "expert") return layer.usersOf.get(set.key) || [];
     return range(0, count).filter((token) => data.repeat[token] >= set.key);
   }
 
@@ -271,7 +290,7 @@
       element("div", {},
         element("b", {}, `Token ${token}`),
         element("div", { class: "place" }, `line ${lines[token]}, chunk ${chunk}`)),
-      element("button", { type: "button", class: pinned ? "pin on" : "pin", "aria-pressed": String(pinned), onclick: () => pin(pinned ? null : token) }, pinned ? "pinned" : "pin"),
+      element("button", { type: "button", class: "pin", "aria-pressed": String(pinned), onclick: () => pin(pinned ? null : token) }, pinned ? "pinned" : "pin"),
     );
     const figures = [
       [`given in layer ${layer.number}`, [String(layer.spent[token])]],
@@ -293,10 +312,10 @@
     const { spent, budget } = current();
     const order = range(0, count).sort((a, b) => spent[b] - spent[a] || budget[b] - budget[a] || a - b).slice(0, 8);
     const rows = order.map((token) => {
-      const go = () => { pin(token); spots[token].scrollIntoView({ block: "nearest" }); };
+      const go = () => { pin(token); spotOf(token).scrollIntoView({ block: "nearest" }); };
       return element(
         "tr", { class: "pick", tabindex: 0, role: "button", "aria-label": `Token ${token}`, onclick: go,
-          onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); go(); spots[token].focus(); } } },
+          onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); go(); spotOf(token).focus(); } } },
         element("td", { class: "rank" }, String(token)), element("td", {}, inContext(token, 16)), element("td", { class: "number" }, String(spent[token])),
       );
     });
@@ -408,6 +427,51 @@
     ];
   }
 
+  // The pane of the map: a row for every token, a column for every chunk and for every expert that is used.
+
+  const numChunks = Math.ceil(count / data.chunk);
+
+  function mapPane() {
+    const layer = current(), experts = [...layer.usersOf.keys()].sort((a, b) => a - b);
+    const columns = numChunks + experts.length, height = Math.max(1, Math.min(6, Math.floor(640 / count)));
+    const canvas = element("canvas", { class: "map", width: 4 * columns, height: height * count, role: "img",
+      "aria-label": `Attention of every token of layer ${layer.number} to its chunks and experts; the Token tab has it in figures` });
+    canvas.style.height = `${height * count}px`;
+    const columnOf = ({ kind, place }, token) => (kind === "expert" ? numChunks + experts.indexOf(place) : Math.floor((kind === "local" ? token : place) / data.chunk));
+    const draw = canvas.getContext("2d"), style = getComputedStyle(document.documentElement);
+    for (let token = 0; token < count; token++) {
+      for (const resource of resources(token)) {
+        draw.fillStyle = style.getPropertyValue(`--${resource.kind}`).trim();
+        draw.globalAlpha = 0.15 + 0.85 * Math.sqrt(resource.mass);
+        draw.fillRect(4 * columnOf(resource, token), height * token, 4, height);
+      }
+    }
+    const readout = element("p", { class: "readout", "aria-live": "polite" }, "Point at the map.");
+    const point = (token, column) => {
+      const name = column < numChunks ? `chunk ${column}` : `expert ${experts[column - numChunks]}`;
+      const found = resources(token).filter((resource) => columnOf(resource, token) === column);
+      const given = found.map(({ kind, rank, mass }) => `${kind === "local" ? LOCAL_NAME : name}, rank ${rank}, ${percent(mass)} of its attention`);
+      state.hovered = token;
+      state.row = found.length ? found[0].rank : null;
+      readout.textContent = `Token ${token} (${shown(token)}): ${given.join("; ") || `nothing of ${name}`}.`;
+      highlight();
+    };
+    const cellOf = (event) => {
+      const box = canvas.getBoundingClientRect(), at = (place, size, cells) => Math.min(cells - 1, Math.max(0, Math.floor((place / size) * cells)));
+      return [at(event.clientY - box.top, box.height, count), at(event.clientX - box.left, box.width, columns)];
+    };
+    canvas.addEventListener("mousemove", (event) => point(...cellOf(event)));
+    canvas.addEventListener("mouseleave", () => { state.hovered = null; state.row = null; highlight(); });
+    canvas.addEventListener("click", (event) => pin(cellOf(event)[0]));
+    const heads = [[numChunks, "chunks, first to last"], [experts.length, plural(experts.length, "expert")]].filter(([cells]) => cells);
+    return [
+      element("p", { class: "hint" }, `Layer ${layer.number}. Down: the tokens. Across: where their budgets went; the stronger a colour, the more attention.`),
+      readout,
+      element("div", { class: "heads" }, ...heads.map(([cells, name]) => { const head = element("span", {}, name); head.style.flex = `${cells} 0 0`; return head; })),
+      canvas,
+    ];
+  }
+
   function copiesPane() {
     const rows = data.copies.map((entry) => {
       const { n, copied, novel, difference } = entry;
@@ -437,7 +501,7 @@
 
   // Events.
 
-  const PANES = { token: tokenPane, experts: expertsPane, copies: copiesPane };
+  const PANES = { token: tokenPane, map: mapPane, experts: expertsPane, copies: copiesPane };
   let tab = "token";
 
   function setTab(name) {
@@ -466,9 +530,16 @@
     update();
   }
 
+  function setSide(side) {
+    state.side = side;
+    drawPassage();
+    paint();
+    update();
+  }
+
   function describe(token) {
     const spent = current().spent[token];
-    spots[token].setAttribute("aria-label", `Token ${token}, ${shown(token)}: ${spent ? `${plural(spent, "resource")}, ${resources(token).map(nameOf).join(", ")}` : "no resource"}`);
+    spotOf(token).setAttribute("aria-label", `Token ${token}, ${shown(token)}: ${spent ? `${plural(spent, "resource")}, ${resources(token).map(nameOf).join(", ")}` : "no resource"}`);
   }
 
   function hover(token) {
@@ -476,7 +547,8 @@
     state.row = null;
     if (token !== null) describe(token);
     if (state.pinned !== null || state.pinnedSet !== null) return;
-    if (token !== null && tab !== "token") setTab("token");
+    if (tab === "map") highlight();
+    else if (token !== null && tab !== "token") setTab("token");
     else update();
   }
 
@@ -492,11 +564,19 @@
 
   let roving = 0;
   function rove(token) {
-    spots[roving].tabIndex = -1;
+    for (const { spots } of panels) {
+      spots[roving].tabIndex = -1;
+      spots[token].tabIndex = 0;
+    }
     roving = token;
-    spots[roving].tabIndex = 0;
   }
   const tokenOf = (target) => { const spot = target.closest(".t"); return spot ? Number(spot.dataset.token) : null; };
+
+  /* The layer of the panel that is pointed at becomes the chosen one. */
+  function enter(target) {
+    const panel = target.closest("[data-panel]");
+    if (panel && Number(panel.dataset.panel) !== state.layer) setLayer(Number(panel.dataset.panel));
+  }
 
   /* One token on, or to the start of another line. */
   function step(from, direction, byLine) {
@@ -507,18 +587,18 @@
   }
 
   function listen() {
-    passage.addEventListener("mouseover", (event) => { const token = tokenOf(event.target); if (token !== null && token !== state.hovered) hover(token); });
+    passage.addEventListener("mouseover", (event) => { const token = tokenOf(event.target); if (token === null) return; if (state.pinned === null) enter(event.target); if (token !== state.hovered) hover(token); });
     passage.addEventListener("mouseleave", () => hover(null));
-    passage.addEventListener("focusin", (event) => { const token = tokenOf(event.target); if (token !== null) { rove(token); hover(token); } });
+    passage.addEventListener("focusin", (event) => { const token = tokenOf(event.target); if (token !== null) { enter(event.target); rove(token); hover(token); } });
     passage.addEventListener("focusout", () => hover(null));
-    passage.addEventListener("click", (event) => { const token = tokenOf(event.target); if (token !== null) pin(state.pinned === token ? null : token); });
+    passage.addEventListener("click", (event) => { const token = tokenOf(event.target); if (token === null) return; enter(event.target); pin(state.pinned === token ? null : token); });
     passage.addEventListener("keydown", (event) => {
       const token = tokenOf(event.target);
       if (token === null || event.altKey || event.ctrlKey || event.metaKey) return;
       if (event.key === "ArrowUp" || event.key === "ArrowDown") {
         const next = step(token, event.key === "ArrowDown" ? 1 : -1, event.shiftKey);
         if (state.pinned !== null) pin(next);
-        spots[next].focus();
+        spotOf(next).focus();
       } else if (event.key === "Enter" || event.key === " ") pin(state.pinned === token ? null : token);
       else return;
       event.preventDefault();
@@ -539,6 +619,8 @@
       event.preventDefault();
     });
     for (const name of Object.keys(PANES)) byId(`tab-${name}`).addEventListener("click", () => setTab(name));
+    byId("side").hidden = data.layers.length < 2;
+    byId("side").addEventListener("click", () => setSide(!state.side));
   }
 
   drawHead();
