@@ -40,7 +40,7 @@ from aamoe_jax.training.goodput import Stopwatch, goodput
 from aamoe_jax.training.interrupt import StoppedEarly
 from aamoe_jax.training.loop import DivergedError, Result, train
 from aamoe_jax.training.metrics import read_metrics
-from aamoe_jax.training.profile import ProfileWindow
+from aamoe_jax.training.profile import ProfileWindow, serve_profiles
 from experiments.binding import operative_gin
 from launch.program import (
     define_distributed_flag,
@@ -81,7 +81,10 @@ def define_flags() -> None:
         False,
         "Begin again at step 0 if the run folder has lost its checkpoints; else that is refused.",
     )
-    flags.DEFINE_string("profile", None, "START:STOP: a profiler trace of these steps, into the run folder.")
+    flags.DEFINE_string("profile", None, "START:STOP: profiler traces of these steps, into the run folder.")
+    flags.DEFINE_integer(
+        "profiler_port", None, "Port of JAX's profiler server; the n-th process listens on the n-th after it."
+    )
     define_distributed_flag()
     flags.mark_flag_as_required("run_dir")
 
@@ -130,6 +133,8 @@ def run_training() -> int:
     """Trains as the flags say; returns the exit code."""
     run_dir, config = Path(flags.FLAGS.run_dir), experiment_from_flags()
     profile = ProfileWindow.parse(flags.FLAGS.profile) if flags.FLAGS.profile is not None else None
+    if flags.FLAGS.profiler_port is not None:
+        serve_profiles(flags.FLAGS.profiler_port)
     result = train(
         config,
         run_dir,

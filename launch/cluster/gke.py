@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 
-from launch.cluster import accelerators, exits, jobset, shell
+from launch.cluster import accelerators, exits, jobset, shell, xla_flags
 from launch.cluster.exits import Retry
 from launch.cluster.job import Job, refuse, require_one_line
 
 Action = Literal["run", "health"]
 TPU = "google.com/tpu"
+QUEUE = "kueue.x-k8s.io/queue-name"
+"""Label of a JobSet that Kueue is to admit: it waits, suspended, until there is room for all of it."""
 SAVING = 600
 """Seconds between SIGTERM and SIGKILL. A spot node leaves less, whatever this says."""
 PORTS = {"tpu": 8471, "jax": 8482, "megascale": 8080}
@@ -37,6 +40,8 @@ class Gke:
     capacity: Annotated[Literal["on_demand", "spot", "reserved"], "How nodes are paid for."] = "on_demand"
     node_pool: Annotated[str | None, "Node pool; any that fits if not given."] = None
     namespace: Annotated[str, "Kubernetes namespace."] = "default"
+    queue: Annotated[str | None, "LocalQueue of Kueue that admits the job; none if not given."] = None
+    xla_flags: Annotated[str, xla_flags.HELP] = xla_flags.BY_CHIP
 
     supervised: ClassVar[frozenset[Retry]] = frozenset({Retry.ELSEWHERE})
 
@@ -48,7 +53,10 @@ class Gke:
             refuse(self, "slices", "must be at least 1")
         if self.slices > 1 and self.node_pool is not None:
             refuse(self, "node_pool", f"one node pool is one slice, and --slices={self.slices}: leave it out")
+        if self.queue is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", self.queue):
+            refuse(self, "queue", "must be the name of a LocalQueue: small letters, digits and dashes, at most 63")
         accelerators.parse(self.accelerator, self.topology)
+        xla_flags.environment(self)
 
     @property
     def slice(self) -> accelerators.Slice:
@@ -84,6 +92,7 @@ class Gke:
             "metadata": {
                 "name": job.name,
                 "namespace": self.namespace,
+                **({} if self.queue is None else {"labels": {QUEUE: self.queue}}),
                 # The pods of a replica on one node pool, which is one slice, and no other job's beside them.
                 "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": jobset.POOL},
             },
@@ -136,6 +145,7 @@ class Gke:
         if action == "health":
             return pod | {"containers": [probe]}
         trainer = self._container(job, "main", job.command(self.slices * self.slice.hosts))
+        trainer["env"] += [{"name": name, "value": value} for name, value in xla_flags.environment(self).items()]
         return pod | {"initContainers": [probe], "containers": [trainer]}
 
     def _container(self, job: Job, name: str, command: list[str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from launch.cluster import exits
 
@@ -32,6 +32,11 @@ worst() {{
 def words(*parts: str) -> str:
     """A command of literal words, each quoted where it must be."""
     return shlex.join(parts)
+
+
+def within(environment: Mapping[str, str], command: Sequence[str]) -> list[str]:
+    """The words of a command with variables set for it; `env` becomes the command, so that signals reach it."""
+    return [*(["env"] if environment else []), *(f"{name}={value}" for name, value in environment.items()), *command]
 
 
 def lines(*parts: str) -> str:

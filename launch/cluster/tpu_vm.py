@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
-from launch.cluster import accelerators, exits, shell
+from launch.cluster import accelerators, exits, shell, xla_flags
 from launch.cluster.exits import Retry
 from launch.cluster.job import Job, refuse, require_one_line
 
@@ -28,6 +28,7 @@ class TpuVm:
     accelerator: Annotated[str, "Accelerator, such as v5p-1024 or v5litepod-256."]
     capacity: Annotated[Literal["on_demand", "spot", "reserved"], "How nodes are paid for."] = "on_demand"
     runtime_version: Annotated[str | None, "Software of the TPU VMs; that of the generation if not given."] = None
+    xla_flags: Annotated[str, xla_flags.HELP] = xla_flags.BY_CHIP
     setup: Annotated[str, "Bash that every host runs before the probe: mounts the run folder, installs."] = ":"
 
     slices: ClassVar[int] = 1
@@ -35,6 +36,7 @@ class TpuVm:
 
     def __post_init__(self) -> None:
         require_one_line(self, besides="setup")
+        xla_flags.environment(self)
         checked = subprocess.run(["bash", "-n", "-c", self.setup], capture_output=True, text=True, errors="replace")
         if checked.returncode:
             refuse(self, "setup", f"must be bash: {checked.stderr.strip().splitlines()[0]}")
@@ -141,7 +143,7 @@ done"""
 
     def _start(self, job: Job) -> str:
         """Starts the job and a shell that keeps its exit code, both cut off from the connection."""
-        train = shell.words(*job.command(self.slice.hosts))
+        train = shell.words(*shell.within(xla_flags.environment(self), job.command(self.slice.hosts)))
         keep = (
             f"cd {shell.words(job.workdir)} || exit 1; export JAX_PLATFORMS=tpu; "
             f'{train} & echo $! >"$OLDPWD/pid"; wait $!; code=$?; '

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
-from launch.cluster import accelerators, exits, jobset, shell
+from launch.cluster import accelerators, exits, jobset, shell, xla_flags
 from launch.cluster.exits import Retry
 from launch.cluster.gke import SAVING
 from launch.cluster.job import Job, refuse, require_one_line
@@ -26,6 +26,7 @@ class Xpk:
     image: Annotated[str, "Container image that holds Python and this repository."]
     storage: Annotated[str, "Storage that `xpk storage create` or `attach` named, with the run folder on it."]
     slices: Annotated[int, "Slices of this accelerator, joined by the data center network."] = 1
+    xla_flags: Annotated[str, xla_flags.HELP] = xla_flags.BY_CHIP
     # By default the region of the zone, where xpk makes its clusters.
     location: Annotated[str | None, "Region or zone of the cluster; `gcloud container clusters list` shows it."] = None
 
@@ -37,6 +38,7 @@ class Xpk:
         if self.slices < 1:
             refuse(self, "slices", "must be at least 1")
         accelerators.parse(self.accelerator)
+        xla_flags.environment(self)
 
     @property
     def slice(self) -> accelerators.Slice:
@@ -56,7 +58,8 @@ class Xpk:
     def run(self, job: Job, avoided: Sequence[str]) -> str:
         """The probe and the job are one command, so the exit code of either is the container's."""
         # `exec`: xpk passes SIGTERM to the shell that runs this, which by then is Python.
-        command = f"{self._probe(job)} && exec {shell.words(*job.command(self.slices * self.slice.hosts))}"
+        program = job.command(self.slices * self.slice.hosts)
+        command = f"{self._probe(job)} && exec {shell.words(*shell.within(xla_flags.environment(self), program))}"
         return self._create(job, command, jobset.WAIT)
 
     def health(self, job: Job) -> str:

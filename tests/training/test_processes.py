@@ -8,11 +8,14 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -56,14 +59,14 @@ class Workplace:
         data = tiny_data(folder / "data")
         (folder / "tiny.gin").write_text(GIN + f"DataConfig.data_dir = {data.data_dir!r}\n")
 
-    def start(self, name: str, layout: Layout, *params: str, **options) -> Job:
+    def start(self, name: str, layout: Layout, *params: str, arguments: Sequence[str] = (), **options) -> Job:
         """Starts a run."""
-        arguments = [f"--gin_file={self.folder / 'tiny.gin'}", *(f"--gin_param={param}" for param in params)]
+        gin = [f"--gin_file={self.folder / 'tiny.gin'}", *(f"--gin_param={param}" for param in params)]
         cache = {
             "JAX_COMPILATION_CACHE_DIR": str(self.folder / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        return Job(self.folder / name, arguments, layout, environment=cache, **options)
+        return Job(self.folder / name, [*gin, *arguments], layout, environment=cache, **options)
 
     def run(self, name: str, layout: Layout, *params: str) -> Job:
         """A run that is to finish."""
@@ -322,3 +325,22 @@ class TestWatchdog:
         stacks = (tmp_path / "stacks.3.txt").read_text()
         assert "waits_for_ever" in stacks
         assert "waits_for_ever" in result.stderr
+
+
+def test_every_process_is_profiled_and_serves_profiles(place):
+    """The window outlasts the run, and both processes are on one machine."""
+    port = free_port()
+    arguments = ["--profile=2:900", f"--profiler_port={port}"]
+    with place.start("profiled", Layout(2, 1), FOREVER, arguments=arguments) as job:
+        job.wait_for_step(place.folder / "profiled", 4)
+        for index in range(2):
+            socket.create_connection(("127.0.0.1", port + index), timeout=10).close()
+        job.processes[0].send_signal(signal.SIGTERM)
+        assert job.wait() == [143, 143], job.outputs()
+    session = place.folder / "profiled" / "profile" / "plugins" / "profile" / "steps_2_900"
+    files = sorted(path.name for path in session.iterdir())
+    assert files == [f"process_{index}.{kind}" for index in range(2) for kind in ("trace.json.gz", "xplane.pb")]
+    for index in range(2):
+        planes = jax.profiler.ProfileData.from_file(str(session / f"process_{index}.xplane.pb")).planes
+        events = [event.name for plane in planes for line in plane.lines for event in line.events]
+        assert any("jit_train_step" in name or "Execut" in name for name in events), events[:50]

@@ -22,6 +22,7 @@ MANIFESTS = {
     "elsewhere": GKE.manifest(JOB, ("pool-1", "pool-2")),
     "health": GKE.manifest(JOB, (), "health"),
     "two slices": TWO.manifest(JOB, ()),
+    "in a queue": dataclasses.replace(GKE, queue="team-a").manifest(JOB, ()),
 }
 
 
@@ -59,7 +60,8 @@ def pod_job(manifest: dict) -> dict:
 
 
 def test_several_slices_are_replicas_of_one_job():
-    (one,), (two,) = (MANIFESTS[name]["spec"]["replicatedJobs"] for name in ("run", "two slices"))
+    plain = (dataclasses.replace(cluster, xla_flags="none").manifest(JOB, ()) for cluster in (GKE, TWO))
+    (one,), (two,) = (manifest["spec"]["replicatedJobs"] for manifest in plain)
     assert (one["replicas"], two["replicas"]) == (1, 2)
     assert one["template"] == two["template"]  # hosts of one slice; 64 hosts are several processes already
     assert (GKE.devices, TWO.devices) == (256, 512)
@@ -78,6 +80,14 @@ def test_several_slices_are_replicas_of_one_job():
 def test_slices_that_cannot_be(fields, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(GKE, **fields)
+
+
+def test_a_queue_is_a_label_and_nothing_else():
+    queued = copy.deepcopy(MANIFESTS["in a queue"])
+    assert queued["metadata"].pop("labels") == {"kueue.x-k8s.io/queue-name": "team-a"}
+    assert queued == MANIFESTS["run"]
+    with pytest.raises(ConfigError, match=r"--queue = 'Team A': must be the name of a LocalQueue"):
+        dataclasses.replace(GKE, queue="Team A")
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS.values(), ids=MANIFESTS)

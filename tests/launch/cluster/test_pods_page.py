@@ -22,7 +22,8 @@ ECHO = 'python() { echo ">"; printf "%s\\n" "$@"; }\n'
 
 def programs() -> list[list[str]]:
     """The words of every `python ...` of the page, as bash makes them; variables hold from one block to the next."""
-    script = ECHO + "".join(re.sub(r"^gcloud .*$", ":", block, flags=re.MULTILINE) for block in BLOCKS)
+    others = re.compile(r"^(gcloud|docker|kubectl|xprof) .*$", re.MULTILINE)
+    script = ECHO + "".join(others.sub(":", block) for block in BLOCKS)
     printed = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout
     return [call.splitlines() for call in printed.split(">\n")[1:]]
 

@@ -25,7 +25,7 @@ else
   --max-restarts=3 \
   --restart-on-exit-codes=4,5,7,8,70 \
   --termination-grace-period-seconds=600 \
-  '--command=cd /opt/aamoe_jax && export JAX_PLATFORMS=tpu && python3 -m launch.cluster.probe --devices=4 --run_dir=/mnt/shared/runs/mine --min_free_gib=20 && exec python3 -m launch.train --gin_file=aamoe.gin '"'"'--gin_param=TrainingConfig.seed = 1'"'"' --run_dir=/mnt/shared/runs/mine --distributed=auto'
+  '--command=cd /opt/aamoe_jax && export JAX_PLATFORMS=tpu && python3 -m launch.cluster.probe --devices=4 --run_dir=/mnt/shared/runs/mine --min_free_gib=20 && exec env '"'"'LIBTPU_INIT_ARGS=--xla_enable_async_all_gather=true --xla_tpu_enable_async_collective_fusion=true --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true --xla_tpu_enable_async_collective_fusion_multiple_steps=true --xla_tpu_overlap_compute_collective_tc=true --xla_tpu_scoped_vmem_limit_kib=98304'"'"' python3 -m launch.train --gin_file=aamoe.gin '"'"'--gin_param=TrainingConfig.seed = 1'"'"' --run_dir=/mnt/shared/runs/mine --distributed=auto'
 fi
 
 # The exit code of a job whose hosts ended with those on standard input, one a line.
