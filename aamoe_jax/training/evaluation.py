@@ -19,6 +19,7 @@ from aamoe_jax.mixers.base import BudgetMode
 from aamoe_jax.training import distributed
 from aamoe_jax.training.goodput import Stopwatch
 from aamoe_jax.training.metrics import Record, loss_fields
+from aamoe_jax.training.progress import compiling
 from aamoe_jax.training.state import Placement
 from aamoe_jax.training.step import make_eval_step
 
@@ -58,7 +59,7 @@ class Validation:
         """A record per dataset, and the loss that ranks checkpoints: their mean under the weights of the mixture."""
         if not self._compiled:
             batch = self._placement.put(next(iter(self._batches.values()))[0], self._rows)
-            with self._stopwatch.during("compile"):
+            with self._stopwatch.during("compile"), compiling("the validation step"):
                 self._compiled = [eval_step.lower(params, batch).compile() for eval_step in self._steps]
                 distributed.wait_for_all("compiled")
         records: list[Record] = []

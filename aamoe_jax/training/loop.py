@@ -8,7 +8,6 @@ import functools
 import json
 import math
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from aamoe_jax.training.metrics import Clock, MetricsLog, Record, train_record
 from aamoe_jax.training.optimizer import build_optimizer
 from aamoe_jax.training.owner import Owner
 from aamoe_jax.training.profile import Profiler, ProfileWindow
-from aamoe_jax.training.progress import Progress
+from aamoe_jax.training.progress import Progress, compiling
 from aamoe_jax.training.resume import refuse_lost_history, restore_newest, warm_started
 from aamoe_jax.training.state import Placement, TrainState, abstract_state, initial_state, place
 from aamoe_jax.training.step import Metrics, TrainStep, is_logged, make_train_step
@@ -95,7 +94,7 @@ def train(
 
     Args:
       run_dir: created if missing; resumed if it holds a checkpoint.
-      profile: the steps to trace with the JAX profiler, into `run_dir`.
+      profile: the steps to trace with the JAX profiler, on every process, into `run_dir`.
       notes: texts to put into the run folder beside config.json, by file name.
       allow_restart: begins at step 0 in a folder whose checkpoints were lost, where that is otherwise refused.
       stopwatch: running since the program began; None: time counts from here.
@@ -144,7 +143,7 @@ def train(
             store=store,
             local=local,
             recorder=Recorder(config, log, progress, store, Clock(stopwatch, start), skipped=meta.get("skipped", 0)),
-            profiler=stack.enter_context(Profiler(profile if distributed.is_first() else None, run_dir)),
+            profiler=stack.enter_context(Profiler(profile, run_dir)),
             stopwatch=stopwatch,
             attempts=attempts,
             owner=owner,
@@ -335,10 +334,9 @@ class Recorder:
 
 def compile_step(setup: Setup, config: ExperimentConfig, progress: Progress) -> TrainStep:
     """The step as one executable. It takes these shapes and no others, so it cannot be compiled again by accident."""
-    start = time.perf_counter()
-    compiled = lower_step(setup.step, setup.like, config, setup.placement).compile()
-    distributed.wait_for_all("compiled")  # the first collective has less patience with slow compilers (Gloo: 30 s)
-    progress.say(f"compiled in {time.perf_counter() - start:.1f} s")
+    with compiling("the training step", even_if_quick=True):
+        compiled = lower_step(setup.step, setup.like, config, setup.placement).compile()
+        distributed.wait_for_all("compiled")  # the first collective has less patience with slow compilers (Gloo: 30 s)
     progress.restart_clock()
     return compiled
 

@@ -4,12 +4,61 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
 
+import jax
 import numpy as np
 import tqdm
 
 from aamoe_jax.training import distributed
 from aamoe_jax.training.metrics import Record
+
+STILL_SECONDS = 10.0
+"""A compilation that takes longer says so, again after so long each time."""
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
+"""JAX's event."""
+
+
+def say(line: str) -> None:
+    """A line for people, above the bar where there is one; from process 0 alone."""
+    if distributed.is_first():
+        tqdm.tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def compiling(what: str, *, even_if_quick: bool = False) -> Iterator[None]:
+    """Says now and then that `what` is being compiled; and at the end how long it took, and if it came from the cache.
+
+    Args:
+      even_if_quick: says the end of a compilation that took no longer than STILL_SECONDS too.
+    """
+    start, done, hits = time.perf_counter(), threading.Event(), list[str]()
+
+    def seconds() -> float:
+        return time.perf_counter() - start
+
+    def tell() -> None:
+        while not done.wait(STILL_SECONDS):
+            say(f"compiling {what}: {seconds():.0f} s so far")
+
+    def note(event: str, **_: Any) -> None:
+        hits.extend([event] * (event == CACHE_HIT))
+
+    thread = threading.Thread(target=tell, name="compiling", daemon=True)
+    jax.monitoring.register_event_listener(note)
+    thread.start()
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_listener(note)
+        done.set()
+        thread.join()
+    if even_if_quick or seconds() > STILL_SECONDS:
+        say(f"compiled {what} in {seconds():.1f} s{', with the cache' if hits else ''}")
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
@@ -49,11 +98,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             self.say(f"step {record['step']}  validation on {record['dataset']}: {_loss(record)}{causal}")
 
     def say(self, line: str) -> None:
-        """A line for people, above the bar where there is one."""
-        if not distributed.is_first():
-            return
-        self._bar.write(line, file=sys.stdout)
-        sys.stdout.flush()
+        """`say`."""
+        say(line)
 
 
 def _figures(record: Record) -> str:
