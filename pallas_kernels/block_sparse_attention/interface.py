@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import operation, reference, xla
+from pallas_kernels.block_sparse_attention.block_sizes import DEFAULT, BlockSizes
 from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, LocalWindow, NoPairs, Path
 from pallas_kernels.block_sparse_attention.tpu import dense, dispatch, gathered, resident
 from pallas_kernels.block_sparse_attention.tpu import window as window_lib
@@ -50,6 +51,7 @@ def block_sparse_attention(
     with_mass: Bool[Array, ""] | bool = True,
     row_chunks: int | None = None,
     implementation: str | None = None,
+    block_sizes: BlockSizes | None = None,
 ) -> Attention:
     """Eq 16 and the softmax over it: one distribution over all keys of all resources of a token, and its window.
 
@@ -83,6 +85,8 @@ def block_sparse_attention(
         a mesh, and those for GPUs have been compiled but never run. Away from a TPU its kernels are interpreted, for
         tests. "pallas_gpu" is for Hopper GPUs: any other gets "xla", with a line in the log; where there is no GPU it
         is refused, but that under `chips.assume("h200")` XLA computes its tiles, for tests.
+      block_sizes: how the named implementation cuts its work, where its own choice is not the best:
+        `python -m pallas_kernels.tune` looks for a better one.
 
     Returns:
       `Attention`, differentiable in query, query_expert, key, value, pairs.bias and window.bias through `output` and
@@ -103,15 +107,16 @@ def block_sparse_attention(
     (tokens, heads, d), (resources, m), slots = query.shape, key.shape[:2], pairs.resource.shape[1]
     scale = d**-0.5 if scale is None else float(scale)
     most = max(1, min(max_pairs, pairs.resource.size))  # no more pairs than there are slots
-    problem = Problem(tokens, heads, d, resources, m, slots, query.dtype, num_context, most, scale)
+    sizes = _require_named(block_sizes, implementation)
+    problem = Problem(tokens, heads, d, resources, m, slots, query.dtype, num_context, most, scale, sizes)
     if name == FASTEST_TPU:
         name = f"{FASTEST_TPU}_{dispatch.fastest(problem, num_context if row_chunks is None else row_chunks)}"
     if name == "reference":
         output, lse, mass = reference.attend(inputs, window, problem)
         return Attention(output, lse, _if_wanted(with_mass, pairs, lambda: jax.lax.stop_gradient(mass)))
     inputs, window = varying((inputs, window))
-    plan, local = PLANS[name]
-    path = plan(problem) if slots > 0 else NoPairs(problem)
+    _, local = PLANS[name]
+    path = plan(name, problem) if slots > 0 else NoPairs(problem)
     tables = path.tables(inputs.pairs)
     output, lse, parts, _ = operation.attend((path, local), inputs, window, tables)
     given = jax.lax.stop_gradient((inputs, tables, parts, lse))
@@ -126,6 +131,29 @@ def _if_wanted(
         return mass() if with_mass else nothing()
     with jax.named_scope(SELDOM):
         return jax.lax.cond(with_mass, mass, nothing)
+
+
+def plan(name: str, problem: Problem) -> Path:
+    """How an implementation in PLANS computes the pairs of a call.
+
+    Raises:
+      ValueError: it cannot; or `problem.block_sizes` has a size that it does not have, or cannot take.
+    """
+    path = PLANS[name][0](problem)
+    known = path.block_sizes.given()
+    for size, value in problem.block_sizes.given().items():
+        if size not in known:
+            raise ValueError(f"block_sizes.{size}={value}: implementation={name!r} has {' and '.join(known)} alone")
+    return path
+
+
+def _require_named(block_sizes: BlockSizes | None, implementation: str | None) -> BlockSizes:
+    """Refuses sizes of an implementation that is not known before the shapes are."""
+    if block_sizes is not None and block_sizes.given() and implementation not in PLANS:
+        raise ValueError(
+            f"block_sizes={block_sizes}: wanted implementation= to name whose they are: {', '.join(PLANS)}"
+        )
+    return block_sizes or DEFAULT
 
 
 def _hide_unknown(pairs: Pairs, resources: int) -> Pairs:

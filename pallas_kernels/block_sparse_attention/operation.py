@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.block_sparse_attention.block_sizes import DEFAULT, BlockSizes
 from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem, Window
 from pallas_kernels.block_sparse_attention.window import window_attention, window_gradients
 
@@ -33,6 +34,10 @@ class Path(Protocol):
     def problem(self) -> Problem:
         """What it was planned for."""
 
+    @property
+    def block_sizes(self) -> BlockSizes:
+        """How it cuts its work; None for sizes that it does not have."""
+
     def tables(self, pairs: Pairs) -> Any:
         """Integers that forward and backward pass share, from pairs.resource and pairs.count."""
 
@@ -51,6 +56,7 @@ class NoPairs(NamedTuple):
     """The path of tokens without slots: what the window has given is all there is."""
 
     problem: Problem
+    block_sizes: BlockSizes = DEFAULT
 
     def tables(self, pairs: Pairs) -> None:
         return None

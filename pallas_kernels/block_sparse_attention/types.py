@@ -8,6 +8,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.block_sparse_attention.block_sizes import DEFAULT, BlockSizes
+
 
 class Pairs(NamedTuple):
     """Which resources every token meets: a token's slots below `count`, each resource at most once a token.
@@ -96,6 +98,7 @@ class Problem(NamedTuple):
     num_context: int  # resources below meet `query`, the others `query_expert`
     max_pairs: int  # at least 1
     scale: float
+    block_sizes: BlockSizes = DEFAULT  # those that the caller has set
 
 
 class Partial(NamedTuple):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.block_sparse_attention import tables as tables_lib
+from pallas_kernels.block_sparse_attention.block_sizes import BlockSizes
 from pallas_kernels.block_sparse_attention.tables import Tables
 from pallas_kernels.block_sparse_attention.tile import finite, partial_attention, partial_gradients
 from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem
@@ -31,6 +32,11 @@ class Path(NamedTuple):
     problem: Problem
     tile: int  # rows of a tile
     group: int  # tiles a step
+
+    @property
+    def block_sizes(self) -> BlockSizes:
+        """A tile, and the tiles of a step."""
+        return BlockSizes(pairs=self.tile, tiles=self.group)
 
     def tables(self, pairs: Pairs) -> Tables:
         """The tiles, and as many empty ones as the last step may read past their end."""
@@ -134,6 +140,8 @@ class Path(NamedTuple):
 def plan(problem: Problem) -> Path:
     """Rows a tile and tiles a step, from static shapes: measured on a CPU, where padding costs as much as work."""
     rows = problem.max_pairs / problem.resources
-    tile = max(8, min(64, 2 ** math.ceil(math.log2(rows / 2)))) if rows > 2 else 8
+    sizes = problem.block_sizes
+    tile = sizes.pairs or (max(8, min(64, 2 ** math.ceil(math.log2(rows / 2)))) if rows > 2 else 8)
     tiles = -(-problem.max_pairs // tile) + min(problem.resources, problem.max_pairs)
-    return Path(problem, tile, max(1, min(tiles, STEP_SCORES // (problem.heads * tile * problem.m))))
+    step = sizes.tiles or STEP_SCORES // (problem.heads * tile * problem.m)
+    return Path(problem, tile, max(1, min(tiles, step)))

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.block_sparse_attention import Attention, Pairs, Window, block_sparse_attention
+from pallas_kernels.block_sparse_attention import Attention, BlockSizes, Pairs, Window, block_sparse_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Static(NamedTuple):
     num_context: int
     max_pairs: int
     scale: float | None = None
+    block_sizes: BlockSizes | None = None
 
 
 class Gradients(NamedTuple):

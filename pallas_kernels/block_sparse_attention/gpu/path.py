@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.block_sparse_attention import tables as tables_lib
+from pallas_kernels.block_sparse_attention.block_sizes import BlockSizes
 from pallas_kernels.block_sparse_attention.gpu import elsewhere, kernels
 from pallas_kernels.block_sparse_attention.gpu.kernels import ROWS, Plan, Rows
 from pallas_kernels.block_sparse_attention.tables import Tables
@@ -35,6 +36,12 @@ class Path(NamedTuple):
     forward_plan: Plan
     query_plan: Plan
     key_plan: Plan
+    tiles_a_block: int
+
+    @property
+    def block_sizes(self) -> BlockSizes:
+        """Keys at once in the forward pass and the gradients of keys, and the tiles of a block of threads."""
+        return BlockSizes(keys=self.forward_plan.block, tiles=self.tiles_a_block)
 
     def tables(self, pairs: Pairs) -> Tables:
         """Tiles of as many rows as a warpgroup multiplies."""
@@ -98,14 +105,20 @@ def plan(problem: Problem) -> Path:
     part = max(keys for keys in range(ROWS, min(m, most) + 1, ROWS) if m % keys == 0)
     # Scores of 128 keys at once where that leaves registers enough: small heads, or nothing carried to a next block.
     block = 128 if part % 128 == 0 and (part == 128 or head_size == 64) else 64
+    sizes = problem.block_sizes
+    fitting = [keys for keys in (ROWS, 2 * ROWS) if part % keys == 0]
+    if sizes.keys not in (None, *fitting):
+        raise ValueError(f"block_sizes.keys={sizes.keys}; wanted {' or '.join(map(str, fitting))}")
+    block, tiles_a_block = sizes.keys or block, sizes.tiles or TILES_A_BLOCK
     tiles = problem.max_pairs / problem.resources / ROWS
-    common = Plan(problem.scale, part, block, splits=max(1, round(tiles / TILES_A_BLOCK)), slots=2)
+    common = Plan(problem.scale, part, block, splits=max(1, round(tiles / tiles_a_block)), slots=2)
     return Path(
         problem,
         head_size,
         common,
         common._replace(block=64, slots=2 if part * head_size <= TABLE_BYTES // 8 else 1),
         common._replace(warpgroups=2 if m % 128 == 0 else 1),
+        tiles_a_block,
     )
 
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from pallas_kernels.block_sparse_attention.block_sizes import BlockSizes
 from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.tpu import dense_kernels
 from pallas_kernels.block_sparse_attention.tpu import window as tpu_window
@@ -45,6 +46,11 @@ class Path(NamedTuple):
 
     problem: Problem
     layout: Layout
+
+    @property
+    def block_sizes(self) -> BlockSizes:
+        """A tile of tokens, and the keys of a block of resources."""
+        return BlockSizes(tokens=self.layout.tile, keys=self.layout.keys)
 
     @property
     def _tokens(self) -> int:
@@ -145,10 +151,13 @@ def plan(problem: Problem) -> Path:
             f"m={problem.m} keys a resource; wanted at most {tpu_window.MOST_KEYS}: smaller resources, or "
             "implementation='pallas_tpu_resident'"
         )
-    tile = min(TILE, round_up(problem.tokens, LANES))
+    sizes = problem.block_sizes
+    sizes.require_multiple("tokens", LANES)
+    tile = min(sizes.tokens or TILE, round_up(problem.tokens, LANES))
     tiles, m = -(-problem.tokens // tile), round_up(problem.m, SUBLANES)
     kinds = problem.num_context, problem.resources - problem.num_context
-    block = max(1, min(KEYS // m, max(kinds)))
+    sizes.require_multiple("keys", m)
+    block = max(1, min((sizes.keys or KEYS) // m, max(kinds)))
     blocks = -(-kinds[0] // block), -(-kinds[1] // block)
     for lanes in (GROUP >> i for i in range(4)):
         layout = Layout(tile, tiles, block, blocks, m, *group_heads(problem.heads, problem.d, lanes))

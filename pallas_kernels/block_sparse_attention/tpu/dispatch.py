@@ -50,14 +50,21 @@ def fastest(problem: Problem, row_chunks: int) -> str:
     return min(times, key=times.__getitem__)
 
 
-def modelled(problem: Problem, row_chunks: int, chip: str, plans: Mapping[str, Any]) -> dict[str, float]:
+def modelled(
+    problem: Problem,
+    row_chunks: int,
+    chip: str,
+    plans: Mapping[str, Any],
+    costs: Mapping[str, Mapping[str, float]] | None = None,
+) -> dict[str, float]:
     """Nanoseconds of one forward and backward pass by every path of `plans`: a model, for comparing them.
 
     Args:
       row_chunks: chunks of one row of the batch; a token meets those of its own row that are complete, half of them
         on average, and all experts.
+      costs: like those of one chip in COSTS; None: its own.
     """
-    limits, costs = chips.TPUS[chip], COSTS[chip]
+    limits, costs = chips.TPUS[chip], COSTS[chip] if costs is None else costs
     work = problem.m * problem.heads * problem.d / REFERENCE_WORK
     experts = problem.resources - problem.num_context
     times = {}

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num, Shaped
 
 from pallas_kernels.block_sparse_attention import tables as tables_lib
+from pallas_kernels.block_sparse_attention.block_sizes import DEFAULT, BlockSizes, pairs_a_tile
 from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.tpu import gathered_kernels
 from pallas_kernels.block_sparse_attention.tpu.gathered_kernels import BLOCK, CHUNK, Layout, Steps, Tiles
@@ -41,6 +42,11 @@ class Path(NamedTuple):
 
     problem: Problem
     layout: Layout
+
+    @property
+    def block_sizes(self) -> BlockSizes:
+        """A tile."""
+        return BlockSizes(pairs=self.layout.tile)
 
     def tables(self, pairs: Pairs) -> Tables:
         """Tiles of a resource, blocks of tokens."""
@@ -145,10 +151,10 @@ class Path(NamedTuple):
 def plan(problem: Problem) -> Path:
     """Heads in groups; refuses heads and numbers that do not go into rows."""
     rows = problem.max_pairs / problem.resources
-    return Path(problem, choose_layout(problem.heads, problem.d, problem.dtype, rows))
+    return Path(problem, choose_layout(problem.heads, problem.d, problem.dtype, rows, problem.block_sizes))
 
 
-def choose_layout(heads: int, d: int, dtype: jnp.dtype, rows: float) -> Layout:
+def choose_layout(heads: int, d: int, dtype: jnp.dtype, rows: float, block_sizes: BlockSizes = DEFAULT) -> Layout:
     """Groups of heads that fill a register a pair; large tiles where resources have rows (on average) to fill them."""
     if dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"dtype {dtype}; wanted float32 or bfloat16")
@@ -159,8 +165,8 @@ def choose_layout(heads: int, d: int, dtype: jnp.dtype, rows: float) -> Layout:
         raise ValueError(f"head size {d}; wanted at most {MOST_UNITS * unit} for {dtype}")
     groups = -(-heads // (MOST_UNITS * unit // d))
     heads = -(-heads // groups)
-    tile = 512 if rows >= 1024 else 256 if rows >= 384 else 128
-    return Layout(tile, groups, heads, d, _power(-(-heads * d // unit)), halves)
+    block_sizes.require_multiple("pairs", LANES)
+    return Layout(block_sizes.pairs or pairs_a_tile(rows), groups, heads, d, _power(-(-heads * d // unit)), halves)
 
 
 def _power(x: int) -> int:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
+from pallas_kernels.block_sparse_attention.block_sizes import DEFAULT, BlockSizes, pairs_a_tile
 from pallas_kernels.block_sparse_attention.tpu.lanes import from_lanes, pad_rows, to_lanes
 from pallas_kernels.tpu import LANES, ROWS, round_up
 
@@ -52,7 +53,7 @@ class Layout(NamedTuple):
         return [list(range(h, min(h + per, self.heads))) for h in range(0, self.heads, per)]
 
 
-def choose(tokens: int, heads: int, d: int, rows: float, most_tokens: int) -> Layout:
+def choose(tokens: int, heads: int, d: int, rows: float, most_tokens: int, block_sizes: BlockSizes = DEFAULT) -> Layout:
     """Groups of heads that fill a register a token; large tiles where resources have rows (on average) to fill them.
 
     Windows of equal size, of at most `most_tokens`.
@@ -63,7 +64,8 @@ def choose(tokens: int, heads: int, d: int, rows: float, most_tokens: int) -> La
     groups = -(-heads // min(TOTAL, GROUP // d))
     windows = -(-tokens // most_tokens)
     size = -(-tokens // (windows * ROWS)) * ROWS
-    tile = 512 if rows / windows >= 1024 else 256 if rows / windows >= 384 else 128
+    block_sizes.require_multiple("pairs", LANES)
+    tile = block_sizes.pairs or pairs_a_tile(rows / windows)
     return Layout(tile, windows, size, groups, -(-heads // groups), d)
 
 

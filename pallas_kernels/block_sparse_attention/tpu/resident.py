@@ -7,6 +7,7 @@ Shapes: T tokens, K slots, R resources, m keys a resource, H heads, d head size,
 rows a tile.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels import chips
+from pallas_kernels.block_sparse_attention.block_sizes import BlockSizes
 from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
 from pallas_kernels.block_sparse_attention.tpu import resident_kernels, sorting
@@ -22,7 +24,7 @@ from pallas_kernels.block_sparse_attention.tpu.layout import GROUP, Layout
 from pallas_kernels.block_sparse_attention.tpu.resident_kernels import Bounds, Maximum, Tiles
 from pallas_kernels.block_sparse_attention.tpu.sorting import Tables
 from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem
-from pallas_kernels.tpu import LANES, LOG2_E, LOWEST, ROWS, compiled_or_interpreted
+from pallas_kernels.tpu import LANES, LOG2_E, LOWEST, ROWS, compiled_or_interpreted, round_up
 
 SAFE_SCORE = 30.0  # exp(-2 * 30), the least that the largest weight can be, is far from the smallest float32
 
@@ -32,6 +34,11 @@ class Path(NamedTuple):
 
     problem: Problem
     layout: Layout
+
+    @property
+    def block_sizes(self) -> BlockSizes:
+        """A tile, and a window."""
+        return BlockSizes(pairs=self.layout.tile, tokens=self.layout.tokens)
 
     def tables(self, pairs: Pairs) -> Tables:
         """Pairs by window of the token, then by resource; an empty tile at the end."""
@@ -151,10 +158,14 @@ class Path(NamedTuple):
 
 
 def plan(problem: Problem, vmem: int | None = None) -> Path:
-    """As few windows as `vmem` bytes of fast memory allow; None: as many as the chip has."""
+    """As few windows as `vmem` bytes of fast memory allow, None: as many as the chip has; or of the size that is asked
+    for."""
     vmem = chips.TPUS[chips.current()].vmem if vmem is None else vmem
     rows = problem.max_pairs / problem.resources
-    layout = layout_lib.choose(problem.tokens, problem.heads, problem.d, rows, most_tokens=max(problem.tokens, 1))
+    choose = functools.partial(
+        layout_lib.choose, problem.tokens, problem.heads, problem.d, rows, block_sizes=problem.block_sizes
+    )
+    layout = choose(most_tokens=max(problem.tokens, 1))
     itemsize = problem.dtype.itemsize
     fixed = vmem_bytes(layout._replace(tokens=0), problem.m, itemsize)
     a_token = vmem_bytes(layout._replace(tokens=1), problem.m, itemsize) - fixed
@@ -164,7 +175,10 @@ def plan(problem: Problem, vmem: int | None = None) -> Path:
             f"keys of m={problem.m} rows need {fixed / 2**20:.0f} MiB of VMEM beside the tokens; wanted less than "
             f"{vmem / 2**20:.0f}: smaller resources, or implementation='xla'"
         )
-    return Path(problem, layout_lib.choose(problem.tokens, problem.heads, problem.d, rows, most_tokens))
+    wanted = problem.block_sizes.tokens
+    if wanted is not None and round_up(wanted, ROWS) > most_tokens:
+        raise ValueError(f"block_sizes.tokens={wanted}; fast memory holds {most_tokens} tokens beside keys and tiles")
+    return Path(problem, choose(most_tokens=most_tokens if wanted is None else round_up(wanted, ROWS)))
 
 
 def vmem_bytes(layout: Layout, m: int, itemsize: int) -> int:
