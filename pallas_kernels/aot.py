@@ -32,17 +32,25 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "
 GPUS = {
     "h100": {"name": "NVIDIA H100 80GB HBM3", "bytes": 85_000_000_000, "bytes_per_second": 3_350_000_000_000},
     "h200": {"name": "NVIDIA H200", "bytes": 144_000_000_000, "bytes_per_second": 4_800_000_000_000},
+    "b200": {"name": "NVIDIA B200", "bytes": 180_000_000_000, "bytes_per_second": 8_000_000_000_000},
 }
-"""The SXM modules, by their data sheets; both are the chip below (compute capability 9.0, compiled as sm_90a)."""
+"""The SXM modules, by their data sheets. A Hopper is compiled as sm_90a, a B200 as sm_100a."""
+
+GPU_CORES = {
+    "h100": {"major": 9, "cores": 132, "l2_bytes": 52_428_800},
+    "h200": {"major": 9, "cores": 132, "l2_bytes": 52_428_800},
+    "b200": {"major": 10, "cores": 148, "l2_bytes": 132_120_576},
+}
+"""Compute capability, multiprocessors and second-level cache."""
 
 GPU_TARGET = """
 gpu_device_info {{
-  cuda_compute_capability {{ major: 9 minor: 0 }} core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  cuda_compute_capability {{ major: {major} minor: 0 }} core_count: {cores} fpus_per_core: 128 clock_rate_ghz: 1.98
   threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
-  l2_cache_size: 52428800 memory_bandwidth: {bytes_per_second} device_memory_size: {bytes}
+  l2_cache_size: {l2_bytes} memory_bandwidth: {bytes_per_second} device_memory_size: {bytes}
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}"
 """
@@ -92,7 +100,7 @@ def topology(chip: str) -> topologies.TopologyDescription:
     if chip not in GPUS:
         return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES.get(chip, chip))
     one = "1x1x1"
-    target = GPU_TARGET.format(**GPUS[chip])
+    target = GPU_TARGET.format(**GPUS[chip], **GPU_CORES[chip])
     return topologies.get_topology_desc(platform="cuda", topology_name=one, topology=one, target_config=target)
 
 
@@ -133,7 +141,7 @@ def _report(chip: str, case: str, options: dict[str, Any]) -> Compiled:
     module, name = case.split(":")
     function, arguments = getattr(importlib.import_module(module), name)(**options)
     start = time.perf_counter()
-    with chips.assume(chip) if chip in (*chips.TPUS, *chips.HOPPERS) else contextlib.nullcontext():
+    with chips.assume(chip) if chip in chips.ASSUMED else contextlib.nullcontext():
         memory: Any = compile_for(chip, function, arguments).memory_analysis()
     seconds, sizes = time.perf_counter() - start, ("argument", "output", "temp", "alias", "generated_code")
     return Compiled(seconds, *(getattr(memory, f"{name}_size_in_bytes") for name in sizes))

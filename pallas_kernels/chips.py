@@ -40,6 +40,10 @@ TPUS = {
 
 HOPPERS = ("h100", "h200")
 """GPUs that "pallas_gpu" is compiled for, by the names of `pallas_kernels.aot.GPUS`."""
+BLACKWELLS = ("b200",)
+"""GPUs that have none of its instructions, and get "xla" for it."""
+ASSUMED = (*TPUS, *HOPPERS, *BLACKWELLS)
+"""What code can be traced for without a chip."""
 _HOPPER = "9.0"  # compute capability; its kernels use instructions (sm_90a) that no other generation has
 
 _KINDS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
@@ -114,9 +118,9 @@ def _say_once(message: str) -> None:
 
 @contextlib.contextmanager
 def assume(chip: str) -> Iterator[None]:
-    """Code traced within is for `chip`, a name in TPUS or HOPPERS: for compiling where the chip is not."""
-    if chip not in (*TPUS, *HOPPERS):
-        raise ValueError(f"chip={chip!r} is unknown; there are {', '.join((*TPUS, *HOPPERS))}")
+    """Code traced within is for `chip`, a name in ASSUMED: for compiling where the chip is not."""
+    if chip not in ASSUMED:
+        raise ValueError(f"chip={chip!r} is unknown; there are {', '.join(ASSUMED)}")
     _assumed.append(chip)
     try:
         yield

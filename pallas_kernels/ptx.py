@@ -1,4 +1,5 @@
-"""Read what ptxas made of a Mosaic GPU kernel: registers, spills, and the tensor core's and copy engine's instructions.
+"""Read what the compilers made of a Mosaic GPU kernel: registers, spills, shared memory, and the instructions of tensor
+core and copy engine.
 
 `aot.compile_apart("h200", ..., dump_to=folder)` leaves the notes that are read here; a kernel is found by the name of
 its `plgpu.kernel`.
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
+_LAUNCH = re.compile(r"threads in \(%c(\d+), .*? dynamic_shared_memory_size %c(\d+)_i32")
 _TARGET = re.compile(r"^\.target (\S+)", re.MULTILINE)
 
 
@@ -23,15 +25,19 @@ class Kernel(NamedTuple):
     wgmma: int
     tma_loads: int
     tma_stores: int
+    threads: int  # of a block
+    shared_bytes: int  # of a block; 227 KiB are there
 
 
 def read(folder: Path, kernel: str) -> Kernel:
     """The kernel called `kernel` from the notes in `folder`."""
-    return parse(*(_only(folder, kernel, ending).read_text(encoding="utf-8") for ending in ("ptx", "ptxas")))
+    endings = "ptx", "ptxas", "mlir-passes.log"
+    return parse(*(_only(folder, kernel, ending).read_text(encoding="utf-8") for ending in endings))
 
 
-def parse(ptx: str, ptxas: str) -> Kernel:
-    """From the assembly and from ptxas's own words about it (ptxas -v)."""
+def parse(ptx: str, ptxas: str, passes: str) -> Kernel:
+    """From the assembly, from ptxas's own words about it (ptxas -v), and from the program that launches it."""
+    threads, shared = map(int, _LAUNCH.findall(passes)[0])
     stack, stores, loads = map(int, _SPILLS.findall(ptxas)[0])
     return Kernel(
         target=_TARGET.findall(ptx)[0],
@@ -41,11 +47,15 @@ def parse(ptx: str, ptxas: str) -> Kernel:
         wgmma=ptx.count("wgmma.mma_async"),
         tma_loads=len(re.findall(r"cp\.async\.bulk\.(?:tensor\.\dd\.)?shared::cluster\.global", ptx)),
         tma_stores=len(re.findall(r"cp\.async\.bulk\.(?:tensor\.\dd\.)?global\.shared::cta", ptx)),
+        threads=threads,
+        shared_bytes=shared,
     )
 
 
 def _only(folder: Path, kernel: str, ending: str) -> Path:
-    found = sorted(path for path in folder.iterdir() if re.fullmatch(rf"{re.escape(kernel)}_\d+\.{ending}", path.name))
+    found = sorted(
+        path for path in folder.iterdir() if re.fullmatch(rf"{re.escape(kernel)}_\d+\.{re.escape(ending)}", path.name)
+    )
     if not found:
         raise FileNotFoundError(f"{folder}: no {kernel}_*.{ending}; was the folder given to compile_apart?")
     # The same kernel compiled again leaves the same text under the next number.

@@ -1,4 +1,4 @@
-"""What the GPU compiler is given: a small kernel, those of block-sparse attention, and the whole of it."""
+"""What the GPU compiler is given: small kernels, and the whole of block-sparse attention."""
 
 import functools
 
@@ -8,8 +8,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.block_sparse_attention import Pairs, block_sparse_attention
-from pallas_kernels.block_sparse_attention.gpu import kernels, path
-from pallas_kernels.block_sparse_attention.operation import Problem
 
 INT, F32 = jnp.int32, jnp.float32
 
@@ -44,21 +42,26 @@ def squares(blocks: int):
     return call, (x,)
 
 
-def kernel(name: str, *, heads: int = 8, d: int = 128, m: int = 128, dtype: str = "bfloat16"):
-    """The kernel alone, cut as it is for 64 context chunks and 64 experts, and its arguments."""
-    shape, tiles, resources = jax.ShapeDtypeStruct, 1024, 128
-    problem = Problem(64 * m, heads, d, resources, m, 16, jnp.dtype(dtype), 64, 512 * m, d**-0.5)
-    planned = path.plan(problem)
-    queries, table = shape((tiles, kernels.ROWS, heads, d), dtype), shape((resources, m, heads, d), dtype)
-    statistics = shape((tiles, heads, kernels.ROWS), F32)
-    rows = kernels.Rows(shape((resources + 1,), INT), shape((tiles, kernels.ROWS), INT))
-    gradients = kernels.Tiles(queries, table, table, queries, statistics, statistics, rows)
-    run, plan, arguments = {
-        "forward": (kernels.forward, planned.forward_plan, (queries, table, table, rows)),
-        "d_query": (kernels.query_gradients, planned.query_plan, (gradients,)),
-        "d_key": (kernels.key_gradients, planned.key_plan, (gradients,)),
-    }[name]
-    return functools.partial(run, plan=plan), arguments
+def product_in_tensor_memory():
+    """The square of a block by a B200's tensor cores, whose sums are in a memory of their own."""
+
+    def kernel(x, y, left, right, sums, arrived, done):
+        for block in (left, right):
+            plgpu.copy_gmem_to_smem(x, block, arrived)
+            plgpu.barrier_wait(arrived)
+        plgpu.tcgen05_mma(sums, left, right, done, accumulate=False)
+        plgpu.barrier_wait(done)
+        left[...] = plgpu.async_load_tmem(sums).astype(left.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(left, y)
+        plgpu.wait_smem_to_gmem(0)
+
+    x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
+    block = plgpu.SMEM(x.shape, x.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    barriers = plgpu.Barrier(), plgpu.Barrier(orders_tensor_core=True)
+    scratch = [block, block, plgpu.TMEM(x.shape, F32), *barriers]
+    call = plgpu.kernel(kernel, out_type=x, grid=(1,), grid_names=("i",), scratch_types=scratch, kernel_name="product")
+    return call, (x,)
 
 
 def attention(*, tokens: int, heads: int, d: int, m: int, experts: int, pairs: int, dtype: str = "bfloat16"):

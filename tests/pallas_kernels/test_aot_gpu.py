@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from pallas_kernels import aot, ptx
+from pallas_kernels import aot, chips, ptx
 
 CASES = "tests.pallas_kernels.gpu_chip_cases"
 
@@ -15,6 +15,10 @@ PTXAS = """ptxas info    : Compiling entry function 'squares' for 'sm_90a'
     16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
 ptxas info    : Used 58 registers, used 2 barriers, 1 bytes smem
 """
+LAUNCH = (
+    "gpu.launch_func async [%10] @squares blocks in (%c16, %c1, %c1) threads in (%c128, %c1, %c1)  "
+    "dynamic_shared_memory_size %c8200_i32 {"
+)
 PTX = """.target sm_90a
 @%p2 cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%r4], [%rd1, {%r5,%r5}], [%r1];
 wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r7,%r8}, %rd2, %rd2, p, 1, 1, 0, 0;
@@ -25,13 +29,14 @@ wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r7,%r8}, %rd2, %rd2, p, 1
 
 
 def test_the_notes_are_read():
-    kernel = ptx.parse(PTX, PTXAS)
-    assert kernel == ptx.Kernel("sm_90a", 58, stack_bytes=16, spill_bytes=12, wgmma=2, tma_loads=1, tma_stores=2)
+    counts = {"wgmma": 2, "tma_loads": 1, "tma_stores": 2, "threads": 128, "shared_bytes": 8200}
+    assert ptx.parse(PTX, PTXAS, LAUNCH) == ptx.Kernel("sm_90a", 58, stack_bytes=16, spill_bytes=12, **counts)
 
 
 def test_the_last_notes_of_a_kernel_are_the_ones_that_count(tmp_path):
     for number, registers in enumerate((10, 20)):
         (tmp_path / f"squares_{number}.ptx").write_text(PTX)
+        (tmp_path / f"squares_{number}.mlir-passes.log").write_text(LAUNCH)
         (tmp_path / f"squares_{number}.ptxas").write_text(PTXAS.replace("58", str(registers)))
     assert ptx.read(tmp_path, "squares").registers == 20
     with pytest.raises(FileNotFoundError, match="roots"):
@@ -45,14 +50,25 @@ def test_without_the_plugin_the_error_says_what_to_install():
 
 
 @needs_plugin
-@pytest.mark.parametrize("chip", aot.GPUS)
-def test_every_gpu_compiles_and_leaves_its_assembly(chip, tmp_path):
+@pytest.mark.parametrize("chip", chips.HOPPERS)
+def test_every_hopper_compiles_and_leaves_its_assembly(chip, tmp_path):
     compiled = aot.compile_apart(chip, f"{CASES}:squares", {"blocks": 16}, dump_to=tmp_path)
     assert compiled.argument_bytes == compiled.output_bytes == 16 * 64 * 64 * 2
     kernel = ptx.read(tmp_path, "squares")
     assert kernel.target == "sm_90a"
     assert (kernel.wgmma, kernel.tma_loads, kernel.tma_stores) == (4, 1, 1)
     assert kernel.spill_bytes == kernel.stack_bytes == 0
+    assert (kernel.threads, kernel.shared_bytes >= 64 * 64 * 2) == (128, True)
+
+
+@needs_plugin
+def test_a_b200_has_no_instructions_of_a_hopper_and_gets_xla():
+    """So `pallas_gpu` must not reach its compiler; a product of its own tensor cores does."""
+    with pytest.raises(aot.CompileError):
+        aot.compile_apart("b200", f"{CASES}:squares", {"blocks": 2})
+    shape = {"tokens": 512, "heads": 2, "d": 64, "m": 64, "experts": 4, "pairs": 4}
+    aot.compile_apart("b200", f"{CASES}:attention", shape)
+    aot.compile_apart("b200", f"{CASES}:product_in_tensor_memory", {})
 
 
 @needs_plugin
@@ -63,11 +79,12 @@ def test_every_gpu_compiles_and_leaves_its_assembly(chip, tmp_path):
     ids=str,
 )
 def test_block_sparse_attention_compiles_without_a_spilled_register(shape, name, tmp_path):
-    aot.compile_apart("h200", f"{CASES}:kernel", {"name": name, **shape}, dump_to=tmp_path)
+    aot.compile_apart("h200", "benchmarks.gpu_cases:kernel", {"name": name, **shape}, dump_to=tmp_path)
     kernel = ptx.read(tmp_path, f"block_sparse_attention_{name}")
     assert kernel.target == "sm_90a"
     assert kernel.spill_bytes == kernel.stack_bytes == 0
     assert kernel.registers <= 255  # two warpgroups fill a multiprocessor's registers
+    assert kernel.shared_bytes <= 227 * 1024
     # Of 16 rows of the right operand each: 2, 3 or 4 products of a tile of 64 rows and at least 64 keys.
     assert kernel.wgmma >= {"forward": 2, "d_query": 3, "d_key": 4}[name] * 4
     assert kernel.tma_loads >= {"forward": 4, "d_query": 7, "d_key": 7}[name]

@@ -81,7 +81,10 @@ class TestWhoGetsTheKernels:
             assert chips.takes_gpu_kernels("")
             assert not chips.kernels_by_default()
             assert chips.current() == "v5p"
-        assert set(chips.HOPPERS) == set(aot.GPUS)
+        with chips.assume("b200"):
+            assert not chips.takes_gpu_kernels("")
+            assert not chips.kernels_by_default()
+        assert {*chips.HOPPERS, *chips.BLACKWELLS} == set(aot.GPUS) == set(aot.GPU_CORES)
 
 
 class TestPlan:
