@@ -23,6 +23,7 @@ BudgetNormalizer = Literal["row", "prefix"]
 Importance = Literal["learned", "bounded", "uniform"]
 Local = Literal["window", "chunk", "routed", "none"]
 Router = Literal["learned", "learned_nope", "pooled"]
+RouterPrecision = Literal["highest", "high", "default"]
 Remat = Literal["none", "dots", "full"]
 Kernel = Literal[
     "reference", "xla", "pallas_tpu", "pallas_tpu_resident", "pallas_tpu_gathered", "pallas_tpu_dense", "pallas_gpu"
@@ -167,14 +168,16 @@ class AAMoEConfig:
     """`none`: no chunk of context can be chosen; experts (and the local resource) are all there is."""
     local: Local = "window"
     """What a token sees of its own neighbourhood: the last m tokens (`window`) or its own chunk up to itself (`chunk`)
-    as its first resource; its own chunk competing like any other (`routed`); or nothing (`none`, the paper's
-    example)."""
+    as its first resource; its own chunk like any other (`routed`); or nothing (`none`, the paper's example)."""
     router: Router = "learned"
     """What resources are scored by. `learned`: eq 4, by W_c and the last token of a chunk, with rotary positions, and
     by expert embeddings; `learned_nope`: the same without positions. `pooled`: by the share of attention that pooled
     keys estimate, with nothing of its own to train."""
     pooled_keys: int = 4
     """Of `pooled`, g: so many keys stand for the chunk_size keys of a chunk or expert, each the mean of a group."""
+    router_precision: RouterPrecision = "highest"
+    """Of the products that make the scores, by the names of `jax.lax.Precision`: six products in bfloat16 on a TPU for
+    one in float32 (`highest`), three (`high`), or one (`default`). CPUs multiply in float32 whatever this says."""
     expert_router: Literal["embedding", "attention"] = "embedding"
     """Of a learned router, the scores of experts: h . e_l, or attention among the experts of one token (UNI-09)."""
     router_input: Literal["token", "causal_conv"] = "token"
@@ -195,8 +198,7 @@ class AAMoEConfig:
     """Whether queries are of the same convolution: with this, a token looks for what followed the few tokens before it,
     not for what followed tokens like itself."""
     null_slot: Literal["none", "learned"] = "none"
-    """`learned`: one zero-valued key with a learned logit per head, so that one resource alone still carries
-    gradient."""
+    """`learned`: one zero-valued key with a learned logit per head: one resource alone still carries gradient."""
     max_resources: int | None = None
     """K_max: most resources one token can be given. None: all there are."""
     budget: BudgetConfig = dataclasses.field(default_factory=BudgetConfig)
@@ -206,8 +208,8 @@ class AAMoEConfig:
         if self.num_experts < 0:
             refuse(self, "num_experts", "must be at least 0")
         require_choice(self, "context", ("routed", "none"))
-        require_choice(self, "local", get_args(Local))
-        require_choice(self, "router", get_args(Router))
+        for field, kind in (("local", Local), ("router", Router), ("router_precision", RouterPrecision)):
+            require_choice(self, field, get_args(kind))
         if self.router == "pooled":
             if self.pooled_keys < 1 or self.chunk_size % self.pooled_keys:
                 refuse(self, "pooled_keys", f"must divide chunk_size = {self.chunk_size}")

@@ -38,7 +38,7 @@ measured at 257 TFLOP/s on a tpu7x core (8192 tokens, d = 128) by its authors; s
 GROUPS = {
     "products": ("products",),
     "tables": ("tables",),
-    "choice": ("router", "selection", "budget"),
+    "choice": ("router products", "router", "selection", "budget"),
     "window": ("window",),
 }
 """Parts of the compiled layer that stand together; all others are the rest."""

@@ -39,6 +39,7 @@ PROGRAMS = {
     "ruler": "experiments.ruler",
     "frontier": "experiments.frontier",
     "local_context": "experiments.local_context",
+    "router_precision": "experiments.router_precision",
 }
 """Subcommands and their modules, in the order in which they are listed."""
 EXIT_USAGE = 2

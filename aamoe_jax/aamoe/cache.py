@@ -10,8 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import HIGHEST
+from aamoe_jax.config import ModelConfig, RouterPrecision
 from aamoe_jax.mixers.cache import flat_heads
 from aamoe_jax.mixers.convolution import TOKENS_BEFORE
 
@@ -66,9 +65,9 @@ class Cache(NamedTuple):
             router_key=self.router_key.at[:, : router_key.shape[1]].set(flat_heads(router_key)),
         )
 
-    def chunk_scores(self, query: Float[Array, "b 1 H k"]) -> Float[Array, "b H l g"]:
+    def chunk_scores(self, query: Float[Array, "b 1 H k"], precision: RouterPrecision) -> Float[Array, "b H l g"]:
         """Dot products of every head with the vectors of all pages."""
-        scores = jnp.einsum("gk,glk->gl", flat_heads(query)[:, 0], self.router_key, precision=HIGHEST)
+        scores = jnp.einsum("gk,glk->gl", flat_heads(query)[:, 0], self.router_key, precision=precision)
         return scores.reshape(*query.shape[:1], query.shape[2], self.key.shape[1], -1)
 
 

@@ -22,8 +22,8 @@ from jaxtyping import Array, Bool, Float
 
 from aamoe_jax.aamoe.cache import Cache
 from aamoe_jax.aamoe.router import Heads, Scores
-from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import HIGHEST, split_heads
+from aamoe_jax.config import ModelConfig, RouterPrecision
+from aamoe_jax.layers import split_heads
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.shards import RESOURCE, TENSOR, WHOLE, Shards
 
@@ -38,6 +38,7 @@ class PooledRouter(nnx.Module):
 
     def __init__(self, config: ModelConfig):
         self.config = config
+        self.precision = config.aamoe.router_precision
 
     def scores(self, h: Float[Array, "b n d"], heads: Heads, chunks: Bool[Array, "b s l"], context: Context) -> Scores:
         """Scores of whole rows.
@@ -49,8 +50,8 @@ class PooledRouter(nnx.Module):
         keys = pool(heads.key.reshape(len(h), -1, layer.chunk_size, *heads.key.shape[2:]), layer.pool_size)
         expert_keys = shards.gather(self.expert_keys(heads.expert_key), RESOURCE, 0)
 
-        of_chunks = chunk_scores(heads.rotated_query, shards.gather(keys, RESOURCE))
-        of_experts = expert_scores(heads.query, expert_keys)
+        of_chunks = chunk_scores(heads.rotated_query, shards.gather(keys, RESOURCE), self.precision)
+        of_experts = expert_scores(heads.query, expert_keys, self.precision)
         found = log_choice(of_chunks, of_experts, chunks, layer.pooled_keys, shards)
         return *found, jnp.zeros(h.shape[:2])
 
@@ -71,8 +72,9 @@ class PooledRouter(nnx.Module):
         size = self.config.aamoe.pool_size
         group = context.positions // size
         cache = cache.write_router_key(group, pool(split_heads(cache.keys_of(group, size), self.config.head_dim), size))
-        scores = cache.chunk_scores(_scaled(heads.rotated_query)).transpose(1, 0, 3, 2)  # [H, b, g, l]
-        of_chunks, of_experts = scores.reshape(*scores.shape[:2], 1, -1), expert_scores(heads.query, cache.expert_key)
+        scores = cache.chunk_scores(_scaled(heads.rotated_query), self.precision).transpose(1, 0, 3, 2)  # [H, b, g, l]
+        of_chunks = scores.reshape(*scores.shape[:2], 1, -1)
+        of_experts = expert_scores(heads.query, cache.expert_key, self.precision)
         found = log_choice(of_chunks, of_experts, chunks, scores.shape[2])
         return (*found, jnp.zeros(h.shape[:2])), cache
 
@@ -90,17 +92,21 @@ def pool(keys: Float[Array, "*r t H k"], size: int) -> Float[Array, "*r groups H
     return mean * jnp.sqrt((square + 1e-6) / (square_of_mean + 1e-6))[..., None]
 
 
-def chunk_scores(query: Float[Array, "b s H k"], keys: Float[Array, "b l g H k"]) -> Float[Array, "H b s gl"]:
+def chunk_scores(
+    query: Float[Array, "b s H k"], keys: Float[Array, "b l g H k"], precision: RouterPrecision
+) -> Float[Array, "H b s gl"]:
     """Products with the pooled keys of chunks, both sides rotated: with the first of every chunk, then the second."""
     keys = keys.swapaxes(1, 2).reshape(len(keys), -1, *keys.shape[3:])
-    return jnp.einsum("bshk,bnhk->hbsn", _scaled(query), keys, precision=HIGHEST)
+    return jnp.einsum("bshk,bnhk->hbsn", _scaled(query), keys, precision=precision)
 
 
-def expert_scores(query: Float[Array, "b s H k"], keys: Float[Array, "E g H k"]) -> Float[Array, "H b s gE"]:
+def expert_scores(
+    query: Float[Array, "b s H k"], keys: Float[Array, "E g H k"], precision: RouterPrecision
+) -> Float[Array, "H b s gE"]:
     """Products with the pooled keys of experts, neither side rotated: with the first of every expert, then the
     second."""
     keys = keys.swapaxes(0, 1).reshape(-1, *keys.shape[2:])
-    return jnp.einsum("bshk,nhk->hbsn", _scaled(query), keys, precision=HIGHEST)
+    return jnp.einsum("bshk,nhk->hbsn", _scaled(query), keys, precision=precision)
 
 
 def _scaled(query: Float[Array, "b s H k"]) -> Float[Array, "b s H k"]:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 
 from aamoe_jax.aamoe.cache import Cache
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import HIGHEST, RotaryTable, apply_rotary, split_heads
+from aamoe_jax.layers import RotaryTable, apply_rotary, split_heads
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.convolution import CausalConvolution
 from aamoe_jax.mixers.experts import AttentionScores
@@ -56,6 +56,7 @@ class LearnedRouter(nnx.Module):
         kernel = width**-0.5 * jax.random.normal(rngs.params(), (width, width))
         embeddings = jax.random.normal(rngs.params(), (config.aamoe.num_experts, width))
         self.config = config
+        self.precision = config.aamoe.router_precision
         self.context_kernel = nnx.Param(kernel, axes=("storage_float32", None))
         among = config.aamoe.num_experts and config.aamoe.expert_router == "attention"
         self.expert_attention = AttentionScores(width, config.aamoe.num_experts, rngs=rngs) if among else None
@@ -78,7 +79,7 @@ class LearnedRouter(nnx.Module):
             h = context.move(attending, "attending", "here")
         query, experts, local = self.project(h, rotary.tokens, shards)
         keys = self.chunk_keys(shards.gather(attending[:, m - 1 :: m], RESOURCE), rotary.ends)
-        return jnp.einsum("bid,bjd->bij", query, keys, precision=HIGHEST), experts, local
+        return jnp.einsum("bid,bjd->bij", query, keys, precision=self.precision), experts, local
 
     def page_keys(self, heads: Heads, context: Context) -> Float[Array, "b l H k"]:
         """What the chunks of a prompt are scored by, in heads."""
@@ -101,7 +102,8 @@ class LearnedRouter(nnx.Module):
         h = self.convolution.decode(h, cache.before)[0] if self.convolution else h
         cache = cache.write_router_key(page, split_heads(self.chunk_keys(h, rotary), size))
         query, experts, local = self.project(h, rotary)
-        return (cache.chunk_scores(split_heads(query, size)).sum((1, 3))[:, None], experts, local), cache
+        of_chunks = cache.chunk_scores(split_heads(query, size), self.precision).sum((1, 3))[:, None]
+        return (of_chunks, experts, local), cache
 
     def chunk_keys(self, ends: Float[Array, "b l d"], rotary: RotaryTable) -> Float[Array, "b l d"]:
         """What chunks are scored by: the h of their last tokens, with the rotary embedding of their positions."""
@@ -119,13 +121,13 @@ class LearnedRouter(nnx.Module):
         """
         h = h.astype(jnp.float32)
         scale = h.shape[-1] ** -0.5
-        query = scale * jnp.matmul(h, self.context_kernel[...], precision=HIGHEST)
+        query = scale * jnp.matmul(h, self.context_kernel[...], precision=self.precision)
         local = jnp.sum(query * h, axis=-1)
         query = apply_rotary(query, rotary) if self.rotary else query
         if not self.config.aamoe.num_experts:
             return query, jnp.zeros((*h.shape[:-1], 0)), local
         if self.expert_attention:
-            return query, self.expert_attention(h), local
+            return query, self.expert_attention(h, self.precision), local
         # Every token scores all experts: of each it takes one vector, m times less than its keys.
         embeddings = shards.gather(self.expert_embeddings[...], RESOURCE, 0)
-        return query, scale * jnp.matmul(h, embeddings.T, precision=HIGHEST), local
+        return query, scale * jnp.matmul(h, embeddings.T, precision=self.precision), local

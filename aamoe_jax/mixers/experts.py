@@ -10,6 +10,7 @@ Shapes: b rows, L tokens of them here, N of whole rows, d width, E experts, w hi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -150,10 +151,11 @@ class AttentionScores(nnx.Module):
     def __init__(self, width: int, experts: int, *, rngs: nnx.Rngs):
         self.query, self.key, self.value = (_kernel(width, experts, rngs) for _ in range(3))
 
-    def __call__(self, x: Float[Array, "b L d"]) -> Float[Array, "b L E"]:
-        query, key, value = (jnp.matmul(x, w[...], precision=HIGHEST) for w in (self.query, self.key, self.value))
+    def __call__(self, x: Float[Array, "b L d"], precision: jax.lax.PrecisionLike = HIGHEST) -> Float[Array, "b L E"]:
+        multiply = functools.partial(jnp.matmul, precision=precision)
+        query, key, value = (multiply(x, w[...]) for w in (self.query, self.key, self.value))
         weights = jax.nn.softmax(query[..., :, None] * key[..., None, :], axis=-1)
-        return jnp.einsum("...ij,...j->...i", weights, value, precision=HIGHEST)
+        return jnp.einsum("...ij,...j->...i", weights, value, precision=precision)
 
 
 def _kernel(width: int, experts: int, rngs: nnx.Rngs) -> nnx.Param:

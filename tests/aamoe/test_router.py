@@ -1,15 +1,20 @@
 """Router scores and the representation tensor (AA-09, AA-10, AA-13; decisions 04-06)."""
 
+import dataclasses
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from aamoe_jax.aamoe.resources import representation_tensor
 from aamoe_jax.aamoe.router import Heads, LearnedRouter
+from aamoe_jax.config import RouterPrecision
 from aamoe_jax.mixers.base import Context
-from tests.aamoe.helpers import D, E, M, inputs, model_config
+from tests.aamoe.helpers import D, E, M, inputs, layer_of, model_config
 
 
 def turn(x: np.ndarray, position: int, base: float = 10_000.0) -> np.ndarray:
@@ -91,3 +96,43 @@ def test_gradient_reaches_both_sides_of_the_router():
     graphdef, params = nnx.split(router)
     for leaf in jax.tree.leaves(jax.grad(loss, argnums=(0, 1))(params, h)):
         assert jnp.abs(leaf).max() > 0
+
+
+def precisions(jaxpr) -> list:
+    """Of every matrix product, however deep."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            found.append(equation.params["precision"])
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+            found += precisions(inner) if isinstance(inner, Jaxpr) else []
+    return found
+
+
+@pytest.mark.parametrize("precision", get_args(RouterPrecision))
+@pytest.mark.parametrize(
+    ("fields", "products"),
+    [({"router": "pooled", "pooled_keys": 2}, 2), ({}, 3), ({"expert_router": "attention"}, 6)],
+    ids=["pooled", "learned", "attention among experts"],
+)
+def test_every_product_of_the_router_has_the_precision_and_no_other(precision, fields, products):
+    """In the forward pass, in its gradients, of which each has two, and in a step of decoding."""
+    layer = layer_of(model_config(router_precision=precision, **fields))
+    graphdef, params = nnx.split(layer)
+    h, wanted = inputs(1, 24), (jax.lax.Precision(precision),) * 2
+    context = Context(jnp.ones((1, 24), int), jnp.arange(24)[None], "prefix", 3.0)
+    now = dataclasses.replace(context, segment_ids=jnp.ones((1, 1), int), positions=jnp.full((1, 1), 24))
+
+    def both_passes(params, h):
+        return jax.value_and_grad(lambda *x: nnx.merge(graphdef, x[0])(x[1], context)[0].sum(), argnums=(0, 1))(
+            params, h
+        )
+
+    def decoded(params, h):
+        layer = nnx.merge(graphdef, params)
+        return layer.decode(h[:, :1], now, layer.empty_cache(1, 32))[0]
+
+    for function, number in ((both_passes, 3 * products), (decoded, products)):
+        found = [one for one in precisions(jax.make_jaxpr(function)(params, h).jaxpr) if one is not None]
+        assert found == [wanted] * number

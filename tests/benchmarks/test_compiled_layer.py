@@ -107,7 +107,7 @@ def test_every_operation_counts_as_often_as_it_runs(dump):
     attention, and no copy beside other work."""
     costs = compiled_layer.costs_of(compiled_layer.parse(MODULE), dump)
     assert [(cost.part, cost.cycles, cost.times) for cost in costs] == [
-        ("products", 202, 1),
+        ("router products", 202, 1),
         ("tables", 62, 1),
         ("tables", 62, 1),
         ("budget", 10, 6),
@@ -168,7 +168,7 @@ def test_what_is_done_is_kept_and_the_rest_is_compiled(tmp_path, monkeypatch):
         return {"chip": chip, "layer": layer, "length": length, "parts": {"tables": 2.0}}
 
     monkeypatch.setattr(compiled_layer, "measured", measured)
-    flags = {"output": str(output), "chips": ["v5e"], "lengths": ["256"]}
+    flags = {"output": str(output), "chips": ["v5e"], "lengths": ["256"], "layers": ["aamoe", "dense"]}
     monkeypatch.setattr(compiled_layer, "FLAGS", type("Flags", (), flags))
     compiled_layer.main()
     assert compiled == [("v5e", "dense", 256)]

@@ -92,6 +92,7 @@ HOSTILE = {
         *([*words, "--task=copy", OUTPUT] for words in (*UNKNOWN, *GIN, *numbers("steps", "seeds"))),
     ],
     "experiments.local_context": [[], *([*words, OUTPUT] for words in (*UNKNOWN, *GIN, *numbers("steps", "seeds")))],
+    "experiments.router_precision": [[], *([*words, OUTPUT] for words in (*UNKNOWN, *GIN, *numbers("steps", "seeds")))],
     "experiments.drill": [
         [],
         *([*words, OUTPUT] for words in (*UNKNOWN, *numbers("steps", "scenarios", "at_once", "seed"))),
