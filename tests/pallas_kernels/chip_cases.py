@@ -25,7 +25,7 @@ def kernel(
     dtype: str = "bfloat16",
     vmem: int | None = None,
 ):
-    """The kernel alone, `forward`, `forward_running`, `mass` or `backward`, and its arguments.
+    """The kernel alone, `forward`, `forward_running` or `backward`, and its arguments.
 
     It may have `vmem` bytes of fast memory; None: what `resident` counts on.
     """
@@ -49,12 +49,8 @@ def kernel(
         arrays = shape((2, *packed), word), stats, table, table, d_table, d_table, by_tile((2, *rows)), d_bias
         return functools.partial(resident_kernels.backward, **options), (*arrays, tiles, bounds)
     words, kinds = (F32, 2) if dtype == F32 else (jnp.uint32, 1)
-    query = shape((kinds, *rows), words)
-    if name == "mass":
-        shares = by_tile((layout.groups, TILES, 1, tile))
-        return functools.partial(resident_kernels.mass, **options), (query, stats, table, shares, tiles, bounds)
     maximum = {"forward": "bounded", "forward_running": "running"}[name]
-    arrays = query, table, table, by_tile(rows), stats, tiles, bounds
+    arrays = shape((kinds, *rows), words), table, table, by_tile(rows), stats, tiles, bounds
     return functools.partial(resident_kernels.forward, maximum=maximum, **options), arrays
 
 

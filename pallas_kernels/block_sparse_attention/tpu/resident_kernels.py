@@ -162,6 +162,12 @@ def _staggered(jobs: Sequence, *stages: Callable[[Any, Any], Any], between: Call
     return state
 
 
+def _later(job, state):
+    """A stage in which nothing is done: the product before it has the time of one more job. Where there are registers
+    for the scores of two jobs: not with COLUMNS tokens a job."""
+    return state
+
+
 class _Job(NamedTuple):
     """Some tokens of a tile and one head."""
 
@@ -286,7 +292,8 @@ def _forward_kernel(
             sums.add(job, dot(weight, value_ref[0, :, job.lanes(layout)], (0, 0)))
             return total, other
 
-        found = zip(*_staggered(jobs, score, softmax, output, between=between), strict=True)
+        products = (score, _later) if layout.tile < COLUMNS else (score,)
+        found = zip(*_staggered(jobs, *products, softmax, output, between=between), strict=True)
         totals, others = (_by_head(jobs, x, layout) for x in found)
         if running:
             factors = [jnp.exp2(old[h : h + 1] - top) for h, top in enumerate(others)]
@@ -555,8 +562,10 @@ def forward(
     buffers, decays = (1, layout.tile * ROWS) if running else (2, ROWS)
     kinds = (ROWS, query.dtype), (ROWS, F32), (1, F32)
     scratch = [((buffers, layout.tile * n, LANES), kind) for n, kind in kinds] + [((decays, LANES), F32)]
-    kernel, given = functools.partial(_forward_kernel, maximum=maximum), (arrays, results, scratch, {})
+    kernel = functools.partial(_forward_kernel, maximum=maximum)
+    aliases: dict[int, int] = {}
     name = {"bounded": "block_sparse_attention_forward", "running": "block_sparse_attention_forward_running"}[maximum]
+    given = arrays, results, scratch, aliases
     return _call(kernel, name, tiles, bounds, *given, key.shape[1], products=2, layout=layout, **options)
 
 
