@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
-from aamoe_jax.config import ConfigError, ExperimentConfig, from_dict, to_dict
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from aamoe_jax.config import ConfigError, ExperimentConfig, OptimizerConfig, from_dict, to_dict
 from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import (
     CheckpointError,
@@ -21,6 +26,7 @@ from aamoe_jax.training.checkpoints import (
 )
 from aamoe_jax.training.local_tier import LocalTier
 from aamoe_jax.training.metrics import read_metrics
+from aamoe_jax.training.optimizer import learning_rate
 from aamoe_jax.training.state import TrainState
 
 FREE_FIELDS = frozenset(
@@ -47,6 +53,8 @@ FREE_FIELDS = frozenset(
     }
 )
 """Fields that may change on resume: they cannot change what the steps are meant to compute."""
+STEPS = "TrainingConfig.steps"
+"""May change where the steps made so far would have been the same: see `refuse_other_schedule`."""
 
 
 def restore_newest(
@@ -139,6 +147,8 @@ def refuse_other_experiment(meta: Meta, config: ExperimentConfig, datasets: dict
         meta = meta | {"config": to_dict(from_dict(ExperimentConfig, meta["config"]))}
     fields = changed_fields(meta["config"], to_dict(config), ExperimentConfig)
     changed = {name: values for name, values in fields.items() if name not in FREE_FIELDS}
+    if list(changed) == [STEPS]:
+        refuse_other_schedule(meta["step"], *changed.pop(STEPS), config.optimizer)
     for name, dataset in datasets.items():
         for digest in ("corpus_digest", "tokenizer_digest"):
             old, new = meta["datasets"].get(name, {}).get(digest), dataset.get(digest)
@@ -149,7 +159,27 @@ def refuse_other_experiment(meta: Meta, config: ExperimentConfig, datasets: dict
         raise ConfigError(
             f"the run folder holds step {meta['step']} of another experiment; what changed:{lines}\n"
             "Take another run folder, or the old values. "
-            f"These alone may change: {', '.join(sorted(FREE_FIELDS))}"
+            f"These alone may change: {', '.join(sorted(FREE_FIELDS))}; and {STEPS}, where the schedule allows it"
+        )
+
+
+def refuse_other_schedule(made: int, old: int, new: int, config: OptimizerConfig) -> None:
+    """Refuses other steps, unless all steps made so far had the learning rate that the new number gives them.
+
+    Raises:
+      ConfigError: one had another, or more steps were made than are wanted now.
+    """
+    if new < made:
+        raise ConfigError(f"TrainingConfig.steps = {new}: the run folder holds step {made}; take at least as many")
+    was, now = (jax.vmap(functools.partial(learning_rate, config, steps))(jnp.arange(made)) for steps in (old, new))
+    same = np.asarray(was == now)
+    if not same.all():
+        first = int(np.argmin(same)) + 1
+        raise ConfigError(
+            f"TrainingConfig.steps = {new}: the run was begun with {old} and has made {made}, and with {new} step "
+            f"{first} would have had another learning rate (schedule = {config.schedule!r}): take a new run folder "
+            "with TrainingConfig.init_from, or the old steps; a copy of this folder goes on if its checkpoints after "
+            f"step {first - 1} are removed and one is left"
         )
 
 
