@@ -13,7 +13,7 @@ import re
 import reprlib
 import typing
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 from aamoe_jax import patterns
@@ -92,17 +92,19 @@ def require_positive(owner: Any, *fields: str) -> None:
             refuse(owner, field, "must be a positive number")
 
 
-def local_path(name: str, path: str | Path) -> Path:
-    """A folder or file that programs can open; the address of a bucket is none.
-
-    Raises:
-      ConfigError: it begins as `gs://` does.
-    """
-    if re.match("[a-z][a-z0-9+.-]+:/", str(path)):
-        raise ConfigError(
-            f"{name} = {str(path)!r}: must be a path; mount the bucket (gcsfuse) and give the path it has here"
-        )
+def local_path(name: str, path: str | PurePath, wanted: str = "a path") -> Path:
+    """A folder or file of this machine. Refuses addresses such as `gs://`."""
+    if re.match("[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+        raise ConfigError(f"{name} = {str(path)!r}: must be {wanted}; mount other storage and give its path here")
     return Path(path)
+
+
+def in_bucket(name: str, path: str | PurePath) -> bool:
+    """Whether a path is the address of a bucket; else it is of this machine. Refuses other addresses."""
+    if re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/.*)?", str(path)):
+        return True
+    local_path(name, path, "a path or gs://BUCKET/FOLDER")
+    return False
 
 
 def require_choice(owner: Any, field: str, choices: tuple[str, ...]) -> None:
@@ -395,8 +397,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "seq_len", "document_align")
-        for field in ("data_dir", "tokenizer"):
-            local_path(f"DataConfig.{field}", getattr(self, field))
+        in_bucket("DataConfig.data_dir", self.data_dir)
+        local_path("DataConfig.tokenizer", self.tokenizer)
         if not self.mixture:
             refuse(self, "mixture", "must name at least one dataset, such as (('code', 1.0),)")
         for entry in self.mixture:

@@ -14,10 +14,27 @@ from typing import Any
 import jax
 from absl import app, flags, logging
 
-from aamoe_jax.config import ConfigError, first_line
+from aamoe_jax.bucket import location
+from aamoe_jax.config import ConfigError, first_line, local_path
 
 LONGEST = 600
 """Characters of an error that are shown."""
+BUCKETS = ("run_dir", "checkpoint", "data_dir")
+"""Flags that may be the address of a bucket."""
+FILES = (
+    "gin_file",
+    "import",
+    "items",
+    "output",
+    "prompt_file",
+    "save",
+    "tasks",
+    "text",
+    "tfds_dir",
+    "tokenizer",
+    "work_dir",
+)
+"""Flags that are files or folders of this machine."""
 COMPILED_BYTES = 2 * 2**30
 """Compiled programs that are kept; of more than that, those that were used last."""
 
@@ -40,6 +57,7 @@ def run(main: Callable[[list[str]], Any]) -> None:
     def guarded(argv: list[str]) -> Any:
         logging.set_verbosity(logging.WARNING)  # libraries report every file that they read
         try:
+            _refuse_addresses()
             return main(argv)
         except (ConfigError, app.UsageError) as error:
             print(f"error: {shorten(str(error))}", file=sys.stderr)
@@ -66,8 +84,13 @@ def run(main: Callable[[list[str]], Any]) -> None:
 
 def keep_compiled_programs() -> None:
     """Turns JAX's compilation cache on, unless the environment says where it is (JAX_COMPILATION_CACHE_DIR, which may
-    be empty) or that there is none (JAX_ENABLE_COMPILATION_CACHE=false)."""
+    be empty, or in a bucket) or that there is none (JAX_ENABLE_COMPILATION_CACHE=false).
+
+    Raises:
+      ConfigError: JAX_COMPILATION_CACHE_DIR is the address of something else than a bucket.
+    """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        location("JAX_COMPILATION_CACHE_DIR", os.environ["JAX_COMPILATION_CACHE_DIR"])
         return
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "aamoe_jax", "compiled")
@@ -78,6 +101,14 @@ def keep_compiled_programs() -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
             jax.config.update("jax_compilation_cache_max_size", COMPILED_BYTES)
+
+
+def _refuse_addresses() -> None:
+    for names, check in ((BUCKETS, location), (FILES, local_path)):
+        for name in names:
+            value = flags.FLAGS[name].value if name in flags.FLAGS else None
+            for path in value if isinstance(value, list) else [value or ""]:
+                check(f"--{name}", path)
 
 
 def _parse_flags(argv: list[str]) -> list[str]:

@@ -5,7 +5,6 @@ aamoe draw --run_dir=runs/quickstart
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +14,8 @@ from absl import flags
 from jaxtyping import Int
 
 from aamoe_jax.analysis import pictures
-from aamoe_jax.config import ConfigError, ExperimentConfig, local_path
+from aamoe_jax.bucket import AnyPath, location
+from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.data import evaluation_batches, load_tokenizer
 from aamoe_jax.evaluation.perplexity import causal_budget
 from aamoe_jax.model import merge, structure
@@ -35,15 +35,16 @@ def define_flags() -> None:
     flags.DEFINE_string("data_dir", None, "Where prepared datasets lie; the run's folder if not given.")
 
 
-def read_records(run_dir: Path) -> list[dict[str, Any]]:
+def read_records(run_dir: AnyPath) -> list[dict[str, Any]]:
     """The metrics of a run, under the names that the pictures know: figures per layer at the top, validation apart."""
-    if not (run_dir / FILE).is_file():
+    metrics = read_metrics(run_dir)
+    if not metrics and not (run_dir / FILE).exists():
         raise ConfigError(f"--run_dir={run_dir}: there is no {FILE}; train first, with aamoe train")
     records = [
         {"step": record["step"], "validation_bits_per_byte": record.get("bits_per_byte")}
         if record["kind"] == "validation"
         else record | record.get("layers", {})
-        for record in read_metrics(run_dir)
+        for record in metrics
     ]
     if not any("bits_per_byte" in record for record in records):
         raise ConfigError(f"--run_dir={run_dir}: {FILE} has no step of training yet; go on with aamoe train")
@@ -67,7 +68,7 @@ def spent_on_passage(
 def main(argv: list[str]) -> None:
     """Draws what the model's stack has, and prints the paths."""
     program.refuse_arguments(argv)
-    run_dir = local_path("--run_dir", FLAGS.run_dir)
+    run_dir = location("--run_dir", FLAGS.run_dir)
     records = read_records(run_dir)
     drawn = [run_dir / "loss.png"]
     pictures.loss_curve(records, drawn[0])

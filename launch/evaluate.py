@@ -21,6 +21,7 @@ import jax
 from absl import flags
 
 from aamoe_jax.analysis import sweep_pictures
+from aamoe_jax.bucket import AnyPath
 from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, MeshConfig, ModelConfig, to_dict
 from aamoe_jax.data import dataset_metadata, documents_of, load_tokenizer
 from aamoe_jax.evaluation import baselines, report
@@ -248,7 +249,7 @@ def measured(result: Record) -> Iterator[Record]:
         yield from point["fixed"].values() if "fixed" in point else [point]
 
 
-def output_path(step: int) -> Path:
+def output_path(step: int) -> AnyPath:
     """Everything that tells one evaluation of a run from another is in the name."""
     if FLAGS.output:
         return Path(FLAGS.output)
@@ -261,7 +262,7 @@ def output_path(step: int) -> Path:
     return program.run_folder(FLAGS.checkpoint) / ("-".join([*parts, f"step{step}", *FLAGS.datasets]) + ".json")
 
 
-def write(record: Record, output: Path) -> None:
+def write(record: Record, output: AnyPath) -> None:
     """The JSON, and one picture per dataset of a sweep."""
     program.write(output, report.as_json(record))
     if FLAGS.sweep == "none" or not program.is_first():

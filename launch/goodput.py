@@ -9,7 +9,7 @@ import datetime
 
 from absl import flags
 
-from aamoe_jax.config import local_path
+from aamoe_jax.bucket import location
 from aamoe_jax.markdown import table
 from aamoe_jax.training.goodput import PHASES, goodput, read_attempts
 from launch import program
@@ -25,7 +25,7 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Prints a line per start, and their sum."""
     program.refuse_arguments(argv)
-    run_dir = local_path("--run_dir", FLAGS.run_dir)
+    run_dir = location("--run_dir", FLAGS.run_dir)
     total = goodput(run_dir)
     rows = []
     for attempt in read_attempts(run_dir):

@@ -4,6 +4,7 @@ aamoe prepare                                        # code: the standard librar
 aamoe prepare --domain=books,papers                  # fetches 40 MB, installs and runs nothing of it
 aamoe prepare --text='notes/**/*.txt' --name=notes   # your own files
 aamoe prepare --text='web/*.jsonl.zst' --text_field=content --name=web   # records: JSON lines, Parquet, tar
+aamoe prepare --data_dir=gs://bucket/data            # into a bucket
 aamoe prepare --domain=tfds:pg19 --tfds_dir=/data/tfds       # out of the TFDS catalogue
 aamoe prepare --domain=code,books --train_tokenizer=bpe:8192 # a sentencepiece model of both, used for both
 """
@@ -16,10 +17,11 @@ from pathlib import Path
 
 from absl import app, flags
 
-from aamoe_jax.config import local_path
+from aamoe_jax.bucket import BucketPath, location
 from aamoe_jax.data import DataError, corpora, open_corpus, prepare, text_corpus
 from aamoe_jax.data.builder import Existing
 from aamoe_jax.data.corpora import SPLITS, Corpus
+from aamoe_jax.data.mirror import is_prepared, published
 from aamoe_jax.data.stream import stream_dir
 from aamoe_jax.data.tokenizers import load_tokenizer, train_sentencepiece
 from launch import program
@@ -50,8 +52,6 @@ def main(argv: list[str]) -> None:
         raise DataError("--text and --name go together: --text='DIR/**/*.txt' --name=NAME")
     if not args.domain:
         raise DataError("--domain: names nothing; name code, books, papers or tfds:NAME")
-    for flag, path in {"data_dir": args.data_dir, "tokenizer": args.tokenizer, "text": args.text or ""}.items():
-        local_path(f"--{flag}", path)
     if args.document_align < 1:
         raise DataError(f"--document_align={args.document_align}: must be at least 1")
     if args.text is not None:
@@ -59,6 +59,11 @@ def main(argv: list[str]) -> None:
     else:
         opened = [open_corpus(name, data_dir=args.data_dir, catalogue_dir=args.tfds_dir) for name in args.domain]
     spec = args.tokenizer
+    folder = location("--data_dir", args.data_dir)
+    if args.train_tokenizer is not None and isinstance(folder, BucketPath):
+        raise DataError(
+            f"--data_dir={folder}: tokenizers are files of this machine: train one into a folder of its own"
+        )
     if args.train_tokenizer is not None:
         spec = train_tokenizer(opened, args.train_tokenizer, data_dir=args.data_dir)
         print(f"tokenizer {spec}")
@@ -99,7 +104,7 @@ def _prepare(corpus: Corpus, data_dir: str, tokenizer_spec: str, document_align:
     start = time.perf_counter()
     tokenizer = load_tokenizer(tokenizer_spec)
     directory = stream_dir(data_dir, corpus.name, tokenizer, document_align)
-    was_there = existing == "keep" and directory.is_dir()
+    was_there = existing == "keep" and is_prepared(data_dir, directory)
     metadata = prepare(corpus, data_dir=data_dir, tokenizer=tokenizer, document_align=document_align, existing=existing)
     print(f"{metadata['corpus']:<12}{'documents':>12}{'bytes':>14}{'tokens':>14}{'records':>10}")
     for split in SPLITS:
@@ -110,7 +115,7 @@ def _prepare(corpus: Corpus, data_dir: str, tokenizer_spec: str, document_align:
         print(f"left out: {metadata['left_out']}")
     seconds, size = time.perf_counter() - start, sum(metadata["bytes"].values())
     done = "was there already" if was_there else f"{seconds:.1f} s, {size / seconds / 1e6:.1f} MB/s"
-    print(f"{directory}: {done}, corpus digest {metadata['corpus_digest']}")
+    print(f"{published(data_dir, directory)}: {done}, corpus digest {metadata['corpus_digest']}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 
 from absl import flags
 
+from aamoe_jax.bucket import AnyPath, BucketPath, location
 from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, MeshConfig
 from aamoe_jax.extensions import import_mixers
 from aamoe_jax.shards import AXES
@@ -125,18 +126,20 @@ def data_config(config: ExperimentConfig, data_dir: str | None) -> DataConfig:
     return config.data if data_dir is None else dataclasses.replace(config.data, data_dir=data_dir)
 
 
-def run_folder(checkpoint: str) -> Path:
+def run_folder(checkpoint: str) -> AnyPath:
     """The folder of the run that a checkpoint belongs to, given the run, its checkpoints, or a single one."""
-    path = Path(checkpoint)
-    return next((folder for folder in (path, *path.parents) if (folder / "checkpoints").is_dir()), path)
+    path = location("--checkpoint", checkpoint)
+    return next((folder for folder in (path, *path.parents[:2]) if (folder / "checkpoints").is_dir()), path)
 
 
-def write(output: str | Path, text: str) -> None:
+def write(output: str | AnyPath, text: str) -> None:
     """Writes a result, into a folder that is made if it is missing, and says where. Of several processes one does."""
     if not is_first():
         return
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
-    Path(output).write_text(text, encoding="utf-8")
+    if not isinstance(output, BucketPath):
+        output = Path(output)
+        output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(text, encoding="utf-8")
     print(f"written to {output}")
 
 
@@ -180,9 +183,9 @@ def run_on_mesh(main: Callable[[list[str]], Any]) -> None:
 
 def run(main: Callable[[list[str]], Any]) -> None:
     """`experiments.program.run(main)`, after the imports of --import. Compiled programs are kept."""
-    shared.keep_compiled_programs()
 
     def importing(argv: list[str]) -> Any:
+        shared.keep_compiled_programs()
         for name in flags.FLAGS["import"].value or () if "import" in flags.FLAGS else ():
             import_mixers(name)
         return main(argv)

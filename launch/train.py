@@ -27,10 +27,10 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
-from pathlib import Path
 
 from absl import flags
 
+from aamoe_jax.bucket import AnyPath, location
 from aamoe_jax.config import ConfigError, ExperimentConfig, first_line
 from aamoe_jax.files import SaveError
 from aamoe_jax.training import distributed
@@ -75,7 +75,9 @@ EXIT_SIGNAL = 128
 def define_flags() -> None:
     """The flags of this program. They are defined when it runs, so that importing it adds none to another program."""
     define_experiment_flags()
-    flags.DEFINE_string("run_dir", None, "Run directory: created if missing, resumed if it holds a checkpoint.")
+    flags.DEFINE_string(
+        "run_dir", None, "Run folder, or gs://BUCKET/FOLDER: made if missing, resumed if it holds a checkpoint."
+    )
     flags.DEFINE_bool(
         "allow_restart",
         False,
@@ -124,6 +126,9 @@ def unexpected(error: Exception) -> int:
             file=sys.stderr,
         )
         return EXIT_REFUSED
+    if isinstance(error, OSError) and isinstance(error.filename, str) and error.filename.startswith("gs://"):
+        print(f"error: {distributed.this_process()}{error.filename}: {error.strerror}; {GO_ON}", file=sys.stderr)
+        return EXIT_NOT_SAVED
     traceback.print_exc()
     print(f"error: {distributed.this_process()}unexpected, see above; what was saved is as it was", file=sys.stderr)
     return EXIT_UNEXPECTED
@@ -131,7 +136,7 @@ def unexpected(error: Exception) -> int:
 
 def run_training() -> int:
     """Trains as the flags say; returns the exit code."""
-    run_dir, config = Path(flags.FLAGS.run_dir), experiment_from_flags()
+    run_dir, config = location("--run_dir", flags.FLAGS.run_dir), experiment_from_flags()
     profile = ProfileWindow.parse(flags.FLAGS.profile) if flags.FLAGS.profile is not None else None
     if flags.FLAGS.profiler_port is not None:
         serve_profiles(flags.FLAGS.profiler_port)
@@ -152,7 +157,7 @@ def run_training() -> int:
     return 0
 
 
-def summary(config: ExperimentConfig, run_dir: Path, result: Result) -> str:
+def summary(config: ExperimentConfig, run_dir: AnyPath, result: Result) -> str:
     """The run in two lines."""
     trained = [record for record in read_metrics(run_dir) if record["kind"] == "train"]
     parts = [f"{result.step} steps, {trained[-1]['tokens']:,} tokens", f"loss {trained[-1]['loss']:.4f}"]

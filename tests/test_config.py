@@ -27,7 +27,7 @@ from aamoe_jax.mixers.clustered import ClusteredAttentionConfig
 from aamoe_jax.mixers.experts import MoEConfig
 from aamoe_jax.mixers.filtered import FilteredAttentionConfig
 from aamoe_jax.mixers.sparse_attention import SparseAttentionConfig
-from aamoe_jax.training.checkpoints import find_checkpoint
+from aamoe_jax.training.checkpoints import load_checkpoint
 from pallas_kernels.block_sparse_attention import IMPLEMENTATIONS
 
 
@@ -182,13 +182,25 @@ class TestDict:
             from_dict(ModelConfig, {"norm": "batch"})
 
 
-@pytest.mark.parametrize("field", ["data_dir", "tokenizer"])
-def test_the_address_of_a_bucket_is_no_path(field):
-    with pytest.raises(ConfigError, match=rf"DataConfig\.{field} = 's3://bucket/a': must be a path; mount the bucket"):
-        DataConfig(**{field: "s3://bucket/a"})
+@pytest.mark.parametrize(
+    ("field", "address", "wanted"),
+    [
+        ("data_dir", "s3://bucket/a", "a path or gs://BUCKET/FOLDER; mount other storage"),
+        ("data_dir", "gs:/bucket/a", "a path or gs://BUCKET/FOLDER; mount other storage"),
+        ("tokenizer", "s3://bucket/a", "a path; mount other storage"),
+        ("tokenizer", "gs://bucket/a", "a path; mount other storage"),
+    ],
+)
+def test_the_address_of_something_else_is_no_path(field, address, wanted):
+    with pytest.raises(ConfigError, match=rf"DataConfig\.{field} = '{address}': must be {wanted}"):
+        DataConfig(**{field: address})
 
 
-@pytest.mark.parametrize("path", ["gs://bucket/run", Path("gs://bucket/run")])
-def test_checkpoints_in_a_bucket_are_refused(path):
-    with pytest.raises(ConfigError, match="must be a path; mount the bucket"):
-        find_checkpoint(Path(path))
+def test_data_may_lie_in_a_bucket():
+    assert DataConfig(data_dir="gs://bucket/data").data_dir == "gs://bucket/data"
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run", Path("gs://bucket/run")])
+def test_checkpoints_elsewhere_are_refused(path):
+    with pytest.raises(ConfigError, match="must be a path or gs://BUCKET/FOLDER; mount other storage"):
+        load_checkpoint(path)

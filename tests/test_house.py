@@ -23,6 +23,7 @@ RANK = {"pallas_kernels": 0, "aamoe_jax": 1, "experiments": 2, "launch": 3, "ben
 LAYERS = (
     ("registry", "patterns", "markdown", "shards"),
     ("config",),
+    ("bucket",),
     ("layers", "data", "extensions", "files"),
     ("mixers",),
     ("aamoe",),

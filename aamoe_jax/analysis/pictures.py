@@ -7,8 +7,8 @@ Ito's palette; maps that grow darker one way). No global state of matplotlib is 
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -19,6 +19,8 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import PercentFormatter
+
+from aamoe_jax.bucket import AnyPath, BucketPath
 
 Record = Mapping[str, Any]
 Series = tuple[Num[np.ndarray, "n"], Float[np.ndarray, "n *layers"]]
@@ -53,12 +55,17 @@ MARKS = {"\n": "↵", "\t": "→", "\r": "←"}
 
 
 @contextlib.contextmanager
-def picture(path: str | Path, width: float, height: float, **style: Any) -> Iterator[Figure]:
+def picture(path: str | AnyPath, width: float, height: float, **style: Any) -> Iterator[Figure]:
     """A figure of so many inches to draw on, which is then written."""
     with mpl.rc_context(STYLE | style):
         figure = Figure(figsize=(width, height))
         yield figure
-        figure.savefig(path)
+        if isinstance(path, BucketPath):
+            drawn = io.BytesIO()
+            figure.savefig(drawn, format="png")
+            path.write_bytes(drawn.getvalue())
+        else:
+            figure.savefig(path)
 
 
 def series(records: Sequence[Record], key: str) -> Series:
@@ -70,7 +77,7 @@ def series(records: Sequence[Record], key: str) -> Series:
 # The loss.
 
 
-def loss_curve(records: Sequence[Record], path: str | Path) -> Figure:
+def loss_curve(records: Sequence[Record], path: str | AnyPath) -> Figure:
     """Training and validation loss over the steps, in bits per byte, and in nats per token if in proportion.
 
     Args:
@@ -125,7 +132,7 @@ def _add_nats_axis(axes: Axes, records: Sequence[Record]) -> None:
 def budget_map(
     tokens_text: Sequence[str],
     spent: Int[np.ndarray, "layers tokens"],
-    path: str | Path,
+    path: str | AnyPath,
     *,
     layers: Sequence[int] = (),
     columns: int = 88,
@@ -211,7 +218,7 @@ def _ink(colours: Colormap, tone: float) -> str:
 # What it was spent on.
 
 
-def context_expert_share(records: Sequence[Record], path: str | Path) -> Figure:
+def context_expert_share(records: Sequence[Record], path: str | AnyPath) -> Figure:
     """Shares of pairs and of attention that go to the neighbourhood, to context and to experts; one line per layer.
 
     Args:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from aamoe_jax.analysis.pictures import BLUE, KINDS, VERMILION, layer_colours, picture
+from aamoe_jax.bucket import AnyPath
 from aamoe_jax.evaluation.report import fraction
 
 Record = Mapping[str, Any]
@@ -40,7 +40,7 @@ def _fitted(axes: Axes, ticks: Sequence[float], labels: Sequence[str]) -> None:
 # The budget.
 
 
-def budget_sweep(points: Sequence[Record], path: str | Path) -> Figure:
+def budget_sweep(points: Sequence[Record], path: str | AnyPath) -> Figure:
     """Left: bits per byte over the budget scale. Right: what a token spends, and on what, mean over layers.
 
     Args:
@@ -80,7 +80,7 @@ def _draw_spent(axes: Axes, points: Sequence[Record], labels: Sequence[str]) -> 
 # The length.
 
 
-def length_sweep(points: Sequence[Record], path: str | Path) -> Figure:
+def length_sweep(points: Sequence[Record], path: str | AnyPath) -> Figure:
     """Left: bits per byte by length of row. Then, for beta and for B fixed, the loss by position in the row.
 
     Args:

@@ -25,6 +25,7 @@ from aamoe_jax.data import catalogue, fetch
 from aamoe_jax.data.corpora import SPLITS, Corpus, Split, Survey, builtin_corpus, content_digest, describe, survey
 from aamoe_jax.data.errors import DataError, shown
 from aamoe_jax.data.integrity import write_sums
+from aamoe_jax.data.mirror import is_prepared, local_folder, publish
 from aamoe_jax.data.stream import VERSION, dataset_metadata, read_metadata, stream_dir, stream_name
 from aamoe_jax.data.tokenized import TokenizedBatches
 from aamoe_jax.data.tokenizers import Tokenizer, id_type, load_tokenizer
@@ -168,7 +169,8 @@ class TokenStream(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # t
 def prepare(
     corpus: Corpus, *, data_dir: str, tokenizer: Tokenizer, document_align: int, existing: Existing = "keep"
 ) -> dict[str, Any]:
-    """Writes the token stream of a corpus below `data_dir` unless it is there. Returns its metadata.
+    """Writes the token stream of a corpus below `data_dir` unless it is there. Returns its metadata. Into a bucket it
+    is copied when all of it is written here.
 
     The folder appears in one rename when all of it is written, so a prepare that was killed leaves nothing that looks
     finished. It leaves the batches that it had tokenized, which the next one reads.
@@ -192,7 +194,7 @@ def prepare(
     directory = stream_dir(*where)
     batches = TokenizedBatches(directory.parent.with_name(f"{directory.parent.name}.tokenized"), tokenizer)
     remedy = "pass --existing=replace, or another --data_dir"
-    if existing == "keep" and directory.is_dir():
+    if existing == "keep" and is_prepared(data_dir, directory):
         metadata = read_metadata(*where, remedy=remedy)
         if metadata["corpus_digest"] != found.digest:
             raise DataError(
@@ -200,6 +202,7 @@ def prepare(
                 f"now has {found.digest} (another Python, or changed files); {remedy}"
             )
         return metadata
+    local = str(local_folder(data_dir))
     try:
         if directory.is_dir():
             # Before the builder opens it (TFDS would take the old description for the new one), and out of sight first,
@@ -210,10 +213,11 @@ def prepare(
         with tqdm.tqdm(
             desc=corpus.name, total=sum(found.bytes.values()), unit="B", unit_scale=True, leave=False, disable=None
         ) as progress:
-            _write(TokenStream(corpus, found, tokenizer, batches, document_align, data_dir, progress), directory)
+            _write(TokenStream(corpus, found, tokenizer, batches, document_align, local, progress), directory)
         batches.remove()
     except (OSError, RuntimeError) as error:  # the second is what a full disk becomes in TFDS
         raise DataError(f"{directory}: cannot be written ({shown(error)}); name another folder: --data_dir") from error
+    publish(data_dir, directory)
     return read_metadata(*where, remedy=remedy)
 
 
@@ -236,9 +240,10 @@ def open_corpus(name: str, *, data_dir: str, catalogue_dir: str | None = None) -
     Args:
       catalogue_dir: where datasets of the TFDS catalogue lie; None: in `data_dir`.
     """
+    local = local_folder(data_dir)
     if name.startswith(catalogue.PREFIX):
-        return catalogue.catalogue_corpus(name, catalogue_dir or data_dir)
-    cache_dir = Path(data_dir) / "fetched"
+        return catalogue.catalogue_corpus(name, catalogue_dir or str(local))
+    cache_dir = local / "fetched"
     corpus = builtin_corpus(name, cache_dir)
     fetch.fetch(name, cache_dir)
     return corpus
@@ -252,7 +257,8 @@ def ensure_prepared(config: DataConfig) -> None:
     """
     tokenizer = load_tokenizer(config.tokenizer)
     for name, _ in config.mixture:
-        if name == "code" and not stream_dir(config.data_dir, name, tokenizer, config.document_align).is_dir():
+        directory = stream_dir(config.data_dir, name, tokenizer, config.document_align)
+        if name == "code" and not is_prepared(config.data_dir, directory):
             corpus = open_corpus(name, data_dir=config.data_dir)
             prepare(corpus, data_dir=config.data_dir, tokenizer=tokenizer, document_align=config.document_align)
         dataset_metadata(config, name)

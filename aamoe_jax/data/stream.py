@@ -15,6 +15,7 @@ from jaxtyping import UInt
 from aamoe_jax.config import DataConfig
 from aamoe_jax.data.errors import DataError, shown
 from aamoe_jax.data.integrity import forget, verify
+from aamoe_jax.data.mirror import is_prepared, local_folder, prepared_names
 from aamoe_jax.data.tokenizers import Tokenizer, load_tokenizer
 
 VERSION = "1.1.0"
@@ -29,8 +30,8 @@ def stream_name(name: str, tokenizer: Tokenizer, document_align: int) -> str:
 
 
 def stream_dir(data_dir: str, name: str, tokenizer: Tokenizer, document_align: int) -> Path:
-    """Where the token stream of `name` lies, prepared or not."""
-    return Path(data_dir) / _FOLDER / stream_name(name, tokenizer, document_align) / VERSION
+    """Where the token stream of `name` lies on this machine, prepared or not."""
+    return local_folder(data_dir) / _FOLDER / stream_name(name, tokenizer, document_align) / VERSION
 
 
 def read_metadata(
@@ -84,7 +85,7 @@ def _prepared(config: DataConfig, name: str) -> tuple[Path, dict[str, Any]]:
     tokenizer = load_tokenizer(config.tokenizer)
     where = config.data_dir, name, tokenizer, config.document_align
     directory = stream_dir(*where)
-    if not directory.is_dir():
+    if not is_prepared(config.data_dir, directory):
         raise DataError(_missing(config, name, tokenizer))
     return directory, read_metadata(*where, remedy=_prepare_again(config, name))
 
@@ -95,7 +96,7 @@ def _prepare_again(config: DataConfig, name: str) -> str:
 
 def _missing(config: DataConfig, name: str, tokenizer: Tokenizer) -> str:
     """What to say of a dataset that is not there: what is, and what would make it fit."""
-    prepared = sorted(path.parent.name for path in Path(config.data_dir).glob(f"{_FOLDER}/*/{VERSION}"))
+    prepared = sorted(prepared_names(config.data_dir, _FOLDER, VERSION))
     names = {folder.split("-")[0] for folder in prepared}
     where = f"in DataConfig.data_dir = {config.data_dir!r}"
     there = f"Prepared there: {shown(', '.join(prepared)) or 'nothing'}"

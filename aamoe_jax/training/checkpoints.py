@@ -1,6 +1,7 @@
 """Checkpoints: the one module around Orbax.
 
-A checkpoint is a folder named after its step, which appears in one rename when all of it is written:
+A checkpoint is a folder named after its step, which appears in one rename when all of it is written; in a bucket, where
+nothing can be renamed, it counts from when `commit_success.txt` is in it, which is written last:
 
   params     the parameters, a nested dict under the model's path names
   optimizer  the optimizer's state, a nested dict
@@ -22,11 +23,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import inspect
 import json
-import logging
 import platform
-import shutil
 import sys
 import time
 import zlib
@@ -40,18 +38,23 @@ import orbax.checkpoint as ocp
 from flax import serialization
 from jaxtyping import Array, Shaped, UInt32
 
-from aamoe_jax.config import ConfigError, ExperimentConfig, first_line, from_dict, local_path, to_dict
+from aamoe_jax.bucket import AnyPath, BucketPath, location
+from aamoe_jax.config import ConfigError, ExperimentConfig, first_line, from_dict, to_dict
 from aamoe_jax.extensions import import_again, imported
-from aamoe_jax.files import SaveError
+from aamoe_jax.files import SaveError, files_below, read_through, remove_folder
 from aamoe_jax.training import distributed, exchange
+from aamoe_jax.training.silence import silence_orbax
 from aamoe_jax.training.state import Placement, TrainState, abstract_params
 
 FORMAT = 1
 FOLDER = "checkpoints"
+COMMIT = "commit_success.txt"  # Orbax's: the last file of a checkpoint in a bucket
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 RETRY_AFTER = (1.0, 5.0)
 """Seconds to wait before a failed read is tried again."""
+POLL_SECONDS = 5.0
+"""How often a bucket is asked whether a checkpoint is complete."""
 
 Which = Literal["latest", "best"]
 Meta = dict[str, Any]
@@ -100,7 +103,7 @@ class Checkpoint(NamedTuple):
 
 
 def load_checkpoint(
-    path: str | Path, which: Which = "latest", place_on: Callable[[ExperimentConfig], Placement] | None = None
+    path: str | AnyPath, which: Which = "latest", place_on: Callable[[ExperimentConfig], Placement] | None = None
 ) -> Checkpoint:
     """A checkpoint by its path alone: that of a run folder, of its checkpoints, or of a single one. Of several
     processes every one reads what process 0 found.
@@ -121,7 +124,7 @@ def load_checkpoint(
     return Checkpoint(config, _checked_params(directory, like, meta), meta["step"], meta)
 
 
-def load_params(path: str | Path, like: dict[str, Any]) -> tuple[dict[str, Any], Meta]:
+def load_params(path: str | AnyPath, like: dict[str, Any]) -> tuple[dict[str, Any], Meta]:
     """The parameters of the newest checkpoint in `path`, read straight into the shardings of `like`, and its metadata.
 
     Raises:
@@ -134,18 +137,18 @@ def load_params(path: str | Path, like: dict[str, Any]) -> tuple[dict[str, Any],
     return _checked_params(directory, like, meta), meta
 
 
-def _found_by_all(path: str | Path, which: Which) -> Path:
+def _found_by_all(path: str | AnyPath, which: Which) -> AnyPath:
     """The folder of one checkpoint. In that of a run that is being trained, processes may find different ones."""
-    found = unanimous(lambda: str(find_checkpoint(Path(path), which)))
-    return Path(distributed.gather(distributed.unique("checkpoint"), found)[0])
+    found = unanimous(lambda: str(find_checkpoint(location("checkpoint", path), which)))
+    return location("checkpoint", distributed.gather(distributed.unique("checkpoint"), found)[0])
 
 
-def _read_meta(directory: Path) -> Meta:
+def _read_meta(directory: AnyPath) -> Meta:
     """Of a checkpoint, or of weights as other programs hold them."""
     return exchange.read_meta(directory) if exchange.is_exported(directory) else read_meta(directory)
 
 
-def _checked_params(directory: Path, like: dict[str, Any] | None, meta: Meta) -> dict[str, Any]:
+def _checked_params(directory: AnyPath, like: dict[str, Any] | None, meta: Meta) -> dict[str, Any]:
     """The parameters of a checkpoint. Nobody computes fingerprints, which takes all, before all have read them."""
     if exchange.is_exported(directory):
         return unanimous(lambda: exchange.read_params(directory, meta, like))
@@ -154,12 +157,13 @@ def _checked_params(directory: Path, like: dict[str, Any] | None, meta: Meta) ->
     return params
 
 
-def find_checkpoint(path: Path, which: Which = "latest") -> Path:
+def find_checkpoint(path: AnyPath, which: Which = "latest") -> AnyPath:
     """The folder of one checkpoint, given that of a run, of its checkpoints, or of itself."""
-    local_path("checkpoint", path)
     if exchange.is_exported(path):
+        if isinstance(path, BucketPath):
+            raise CheckpointError(f"{path} holds safetensors, which are not read from buckets: copy the folder to here")
         return path
-    if path.name.isascii() and path.name.isdecimal() and (path / "meta").is_dir():
+    if _is_step(path) and (path / "meta").is_dir():
         return path
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     steps = saved_steps(folder)
@@ -173,14 +177,21 @@ def find_checkpoint(path: Path, which: Which = "latest") -> Path:
     return folder / str(best)
 
 
-def saved_steps(folder: Path) -> list[int]:
+def saved_steps(folder: AnyPath) -> list[int]:
     """Steps of the complete checkpoints in a folder, oldest first."""
-    return sorted(
-        int(path.name) for path in folder.glob("*") if path.name.isascii() and path.name.isdecimal() and path.is_dir()
-    )
+    return sorted(int(path.name) for path in folder.glob("*") if _is_step(path) and is_complete(path))
 
 
-def read_meta(directory: Path) -> Meta:
+def is_complete(directory: AnyPath) -> bool:
+    """Whether all of a checkpoint is written."""
+    return (directory / COMMIT).is_file() if isinstance(directory, BucketPath) else directory.is_dir()
+
+
+def _is_step(path: AnyPath) -> bool:
+    return path.name.isascii() and path.name.isdecimal()
+
+
+def read_meta(directory: AnyPath) -> Meta:
     """The JSON of a checkpoint, checked."""
 
     def read() -> tuple[Meta, bool, bool]:
@@ -197,7 +208,7 @@ def read_meta(directory: Path) -> Meta:
     return meta
 
 
-def read_config(directory: Path, meta: Meta) -> ExperimentConfig:
+def read_config(directory: AnyPath, meta: Meta) -> ExperimentConfig:
     """The experiment of a checkpoint; mixers that were imported for it are imported again.
 
     Raises:
@@ -222,10 +233,11 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
     What goes wrong while writing is raised by the next call, whichever it is, as a SaveError.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int):
+    def __init__(self, folder: AnyPath, *, keep_last: int):
         self.folder = folder.absolute()  # Orbax takes no others
         self._keep_last = keep_last
         self._writing: int | None = None
+        self._polled = 0.0
         self._supersedes = True
         try:
             if distributed.is_first():
@@ -234,10 +246,10 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         except OSError as error:
             raise SaveError(f"{self.folder} cannot be made: {error.strerror}") from error
         distributed.wait_for_all("folder")
-        if not self.folder.is_dir():
+        if not isinstance(self.folder, BucketPath) and not self.folder.is_dir():
             raise SaveError(f"{self.folder}, made by process 0, is not here: the run folder must be one that all see")
         self._losses = {step: _validation_loss(self.folder / str(step)) for step in self.steps()}
-        _silence_orbax()
+        silence_orbax()
         self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
@@ -264,7 +276,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         self._writing, self._losses[step], self._supersedes = step, snapshot.validation_loss, snapshot.skipped == 0
         try:
             self._checkpointer.save(
-                self._directory(step),
+                str(self._directory(step)),
                 args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta)),
             )
         except Exception as error:
@@ -276,14 +288,14 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             self._checkpointer.check_for_errors()
         except Exception as error:
             raise self._failed(error) from error
-        if self._writing is None or not self._directory(self._writing).is_dir():
+        if self._writing is None or not self._is_written(self._writing):
             return
         self._writing, steps = None, self.steps()
         if not self._supersedes:
             return
         kept = {*steps[-self._keep_last :], _best({step: self._losses[step] for step in steps})}
         for step in set(steps) - kept if distributed.is_first() else ():
-            shutil.rmtree(self._directory(step))
+            remove_checkpoint(self._directory(step))
 
     def wait(self) -> None:
         """Until everything is written."""
@@ -291,6 +303,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             self._checkpointer.wait_until_finished()
         except Exception as error:
             raise self._failed(error) from error
+        self._polled = 0.0
         self.poll()
 
     def close(self) -> None:
@@ -316,21 +329,30 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         trees = unanimous(lambda: {name: _restore(directory, name, tree) for name, tree in wanted.items()})
         return state_of(directory, trees, like, meta)
 
-    def set_aside(self, step: int) -> Path:
+    def set_aside(self, step: int) -> AnyPath:
         """Renames a checkpoint, so that it is neither read nor counted any more; returns where it is then."""
         target = self.folder / f"{step}.corrupt"
         self._losses.pop(step)
         if distributed.is_first():
-            shutil.rmtree(target, ignore_errors=not target.exists())
-            self._directory(step).rename(target)
+            if target.exists():
+                remove_folder(target)
+            _move(self._directory(step), target)
         return target
 
-    def _directory(self, step: int) -> Path:
+    def _directory(self, step: int) -> AnyPath:
         return self.folder / str(step)
 
+    def _is_written(self, step: int) -> bool:
+        if isinstance(self.folder, BucketPath) and time.monotonic() - self._polled < POLL_SECONDS:
+            return False
+        self._polled = time.monotonic()
+        return is_complete(self._directory(step))
+
     def _remove_unfinished(self) -> None:
-        for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
-            shutil.rmtree(path)
+        for path in self.folder.glob("*"):
+            in_bucket = isinstance(path, BucketPath) and _is_step(path) and not is_complete(path)
+            if in_bucket or ".orbax-checkpoint-tmp" in path.name:
+                remove_folder(path)
 
     def _failed(self, error: Exception) -> SaveError:
         if distributed.is_loss(error):
@@ -338,12 +360,30 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         step, self._writing = self._writing, None
         if step is not None:
             self._losses.pop(step, None)
-        if distributed.is_first():
-            self._remove_unfinished()
-        steps = self.steps()
-        last = f"the newest complete one is of step {steps[-1]}" if steps else "there is no earlier one"
+        last = "there is no earlier one"
+        with contextlib.suppress(OSError):  # of storage that fails at all
+            if distributed.is_first():
+                self._remove_unfinished()
+            steps = self.steps()
+            last = f"the newest complete one is of step {steps[-1]}" if steps else last
         reason = first_line(error)
         return SaveError(f"the checkpoint of step {step} could not be written to {self.folder}: {reason}; {last}")
+
+
+def remove_checkpoint(directory: AnyPath) -> None:
+    """Removes a checkpoint. Where this is cut short in a bucket, what is left does not look complete."""
+    if isinstance(directory, BucketPath):
+        (directory / COMMIT).unlink(missing_ok=True)
+    remove_folder(directory)
+
+
+def _move(directory: AnyPath, target: AnyPath) -> None:
+    """Gives a checkpoint another name; in a bucket by a copy, made within the storage."""
+    if isinstance(directory, BucketPath):
+        directory.copy_folder(BucketPath(str(target)))
+        remove_checkpoint(directory)
+    else:
+        directory.rename(target)
 
 
 def metadata(snapshot: Snapshot) -> Meta:
@@ -419,7 +459,7 @@ def _fingerprint(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
 _fingerprints = jax.jit(lambda leaves: [_fingerprint(leaf) for leaf in leaves])
 
 
-def _check_fingerprints(directory: Path, trees: dict[str, Any], meta: Meta) -> None:
+def _check_fingerprints(directory: AnyPath, trees: dict[str, Any], meta: Meta) -> None:
     found = fingerprints(trees)
     bad = [name for name, number in found.items() if meta["fingerprints"].get(name) != number]
     if bad:
@@ -433,7 +473,7 @@ def trees_of(state: TrainState) -> dict[str, Any]:
     return {"params": state.params, "optimizer": serialization.to_state_dict(state.optimizer)}
 
 
-def state_of(directory: Path, trees: dict[str, Any], like: TrainState, meta: Meta) -> TrainState:
+def state_of(directory: AnyPath, trees: dict[str, Any], like: TrainState, meta: Meta) -> TrainState:
     """The state that was saved in `directory`, from its large arrays and its metadata.
 
     Raises:
@@ -455,10 +495,10 @@ def state_of(directory: Path, trees: dict[str, Any], like: TrainState, meta: Met
     return TrainState(counter, trees["params"], optimizer, key, sparsity_weight)
 
 
-def _restore(directory: Path, item: str, like: Any = None) -> Any:
+def _restore(directory: AnyPath, item: str, like: Any = None) -> Any:
     """One item of a checkpoint, with the shardings of `like`; without, as it was saved, on one device."""
     path = directory.absolute() / item
-    _silence_orbax()
+    silence_orbax()
     # Each process reads for itself: it could not wait for one that has found the checkpoint damaged.
     here = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})
@@ -466,18 +506,18 @@ def _restore(directory: Path, item: str, like: Any = None) -> Any:
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
 
         def read() -> Any:
-            saved = checkpointer.metadata(path).item_metadata.tree
+            saved = checkpointer.metadata(str(path)).item_metadata.tree
             if like is not None:
                 _require_same(directory, item, saved, like)
-                return checkpointer.restore(path, args=ocp.args.StandardRestore(like))
+                return checkpointer.restore(str(path), args=ocp.args.StandardRestore(like))
             at = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), saved)
-            return checkpointer.restore(path, args=ocp.args.StandardRestore(shapes))
+            return checkpointer.restore(str(path), args=ocp.args.StandardRestore(shapes))
 
         return read_with_retries(path, read)
 
 
-def read_with_retries(path: Path, read: Callable[[], Read]) -> Read:
+def read_with_retries(path: AnyPath, read: Callable[[], Read]) -> Read:
     """What `read` returns. Where it fails for want of memory or of storage, it is tried again.
 
     Args:
@@ -504,22 +544,19 @@ def read_with_retries(path: Path, read: Callable[[], Read]) -> Read:
     )
 
 
-def _failed_read(path: Path, error: Exception) -> Exception | None:
+def _failed_read(path: AnyPath, error: Exception) -> Exception | None:
     """The failure of memory or storage behind an error; None: there was none, so what was read is to blame."""
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return error
     try:
-        for file in path.rglob("*"):
-            if file.is_file():
-                with file.open("rb") as opened:
-                    while opened.read(2**24):
-                        pass
+        for file in files_below(path):
+            read_through(file)
     except OSError as unread:
         return unread
     return error if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) else None
 
 
-def _require_same(directory: Path, item: str, saved: Any, like: Any) -> None:
+def _require_same(directory: AnyPath, item: str, saved: Any, like: Any) -> None:
     """Refuses a checkpoint whose arrays have other names or shapes than the model."""
     names = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
     has, wants = (
@@ -536,7 +573,7 @@ def _require_same(directory: Path, item: str, saved: Any, like: Any) -> None:
         )
 
 
-def _corrupt(directory: Path, reason: object) -> CorruptCheckpointError:
+def _corrupt(directory: AnyPath, reason: object) -> CorruptCheckpointError:
     others = [step for step in saved_steps(directory.parent) if str(step) != directory.name]
     advice = f"there are also those of steps {', '.join(map(str, others))}" if others else "there is no other"
     return CorruptCheckpointError(f"checkpoint {directory} is damaged ({first_line(reason)}); {advice}")
@@ -548,7 +585,7 @@ def _digest(meta: Meta) -> int:
     return zlib.crc32(text.encode())
 
 
-def _validation_loss(directory: Path) -> float | None:
+def _validation_loss(directory: AnyPath) -> float | None:
     try:
         return read_meta(directory)["validation_loss"]
     except UnreadableCheckpointError:
@@ -561,22 +598,3 @@ def _best(losses: dict[int, float | None]) -> int | None:
     """The step with the lowest loss, if any was evaluated; of equal ones the first."""
     known = [(loss, step) for step, loss in losses.items() if loss is not None]
     return min(known)[1] if known else None
-
-
-@functools.cache
-def _silence_orbax() -> None:
-    """Leaves errors to whoever catches them: Orbax logs the traceback of every error that it also raises.
-
-    When one read or write fails it also abandons the others, and Python would print what becomes of each.
-    """
-    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
-    # A write that was abandoned is reported once more by asyncio, now or at exit, as an exception nobody retrieved.
-    logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
-    others = sys.unraisablehook
-    sys.unraisablehook = lambda unraisable: None if _is_aftermath(unraisable) else others(unraisable)
-
-
-def _is_aftermath(unraisable: Any) -> bool:
-    if inspect.iscoroutine(unraisable.object):
-        return "orbax" in unraisable.object.cr_code.co_filename
-    return isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"

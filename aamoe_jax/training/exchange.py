@@ -21,6 +21,7 @@ import safetensors.numpy
 from flax import nnx, traverse_util
 from jaxtyping import Float
 
+from aamoe_jax.bucket import AnyPath
 from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, ModelConfig, from_dict, to_dict
 from aamoe_jax.data import load_tokenizer
 from aamoe_jax.files import SaveError
@@ -47,12 +48,12 @@ LLAMA_LAYER = {
 """Names in a layer of Llama's, and in a block here. Matrices are the transposes of each other."""
 
 
-def is_exported(path: Path) -> bool:
+def is_exported(path: AnyPath) -> bool:
     """Whether a folder holds weights in this layout."""
     return (path / CONFIG).is_file() and ((path / WEIGHTS).is_file() or (path / INDEX).is_file())
 
 
-def export(params: Params, meta: Meta, card: str, folder: Path) -> None:
+def export(params: Params, meta: Meta, card: str, folder: AnyPath) -> None:
     """Writes a checkpoint as model.safetensors, config.json and README.md.
 
     Args:
@@ -72,7 +73,7 @@ def export(params: Params, meta: Meta, card: str, folder: Path) -> None:
         raise SaveError(f"{folder}: cannot be written ({error}); name another folder") from error
 
 
-def _export(params: Params, meta: Meta, card: str, folder: Path) -> None:
+def _export(params: Params, meta: Meta, card: str, folder: AnyPath) -> None:
     """The folder appears when all of it is written."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
         written = Path(work, folder.name)
@@ -85,7 +86,7 @@ def _export(params: Params, meta: Meta, card: str, folder: Path) -> None:
         written.rename(folder)
 
 
-def read_meta(folder: Path) -> Meta:
+def read_meta(folder: AnyPath) -> Meta:
     """The metadata of a folder, as a checkpoint has it: of a Llama model its config alone.
 
     Raises:
@@ -112,7 +113,7 @@ def read_meta(folder: Path) -> Meta:
     return {"config": to_dict(config), "step": 0, "datasets": datasets}
 
 
-def read_params(folder: Path, meta: Meta, like: Params | None) -> Params:
+def read_params(folder: AnyPath, meta: Meta, like: Params | None) -> Params:
     """The parameters of a folder, with the shardings of `like`; without, on one device. Every process reads all of it.
 
     Raises:
@@ -172,7 +173,7 @@ def carried_over(params: Params, source: ModelConfig, target: ModelConfig, *, se
     return traverse_util.unflatten_dict(flat | found, sep="."), sorted(flat.keys() - found.keys())
 
 
-def llama_config(found: Mapping[str, Any], path: Path) -> ModelConfig:
+def llama_config(found: Mapping[str, Any], path: AnyPath) -> ModelConfig:
     """The stack that computes what a Llama config describes.
 
     Raises:
@@ -206,7 +207,7 @@ def llama_config(found: Mapping[str, Any], path: Path) -> ModelConfig:
     )
 
 
-def _from_llama(tensors: dict[str, np.ndarray], config: ModelConfig, folder: Path) -> dict[str, np.ndarray]:
+def _from_llama(tensors: dict[str, np.ndarray], config: ModelConfig, folder: AnyPath) -> dict[str, np.ndarray]:
     """Llama's tensors under the names of `attention+swiglu`. One table for both ends becomes two: what enters here is
     sqrt(d) times the table, and what leaves is not.
 
@@ -232,14 +233,14 @@ def _from_llama(tensors: dict[str, np.ndarray], config: ModelConfig, folder: Pat
     return flat
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: AnyPath) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path}: is no JSON object ({error})") from error
 
 
-def _tensors(folder: Path) -> dict[str, Float[np.ndarray, "..."]]:
+def _tensors(folder: AnyPath) -> dict[str, Float[np.ndarray, "..."]]:
     """All tensors of a folder in float32, whose file may be in parts."""
     files = [WEIGHTS]
     if not (folder / WEIGHTS).is_file():

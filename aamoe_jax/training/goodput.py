@@ -10,11 +10,11 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
+from aamoe_jax.bucket import AnyPath
 from aamoe_jax.config import ConfigError
 from aamoe_jax.files import SaveError, write_whole
 from aamoe_jax.training import distributed
@@ -66,7 +66,7 @@ class Stopwatch:
 class Attempts(contextlib.AbstractContextManager["Attempts"]):
     """Keeps the line of this start, once it has begun, if this is process 0."""
 
-    def __init__(self, run_dir: Path, stopwatch: Stopwatch):
+    def __init__(self, run_dir: AnyPath, stopwatch: Stopwatch):
         self._path, self._stopwatch = run_dir / FILE, stopwatch
         self._earlier: list[Attempt] = []
         self._from: int | None = None
@@ -126,13 +126,13 @@ class Goodput(NamedTuple):
         return f"goodput {self.share:.1%} of {self.wall:,.0f} s in {starts} ({parts})"
 
 
-def read_attempts(run_dir: Path) -> list[Attempt]:
+def read_attempts(run_dir: AnyPath) -> list[Attempt]:
     """The starts of a run, oldest first."""
     path = run_dir / FILE
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def goodput(run_dir: Path) -> Goodput:
+def goodput(run_dir: AnyPath) -> Goodput:
     """Adds up the starts of a run.
 
     The time from the last line of a start that was killed to the next start is `down`. Steps are taken to last equally

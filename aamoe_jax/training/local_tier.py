@@ -31,6 +31,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
+from aamoe_jax.bucket import AnyPath
 from aamoe_jax.config import ConfigError, first_line
 from aamoe_jax.files import write_whole
 from aamoe_jax.training import distributed
@@ -69,9 +70,10 @@ class LocalTier(contextlib.AbstractContextManager["LocalTier"]):
       ConfigError: `local_dir` cannot be written.
     """
 
-    def __init__(self, local_dir: str | None, run_dir: Path):
+    def __init__(self, local_dir: str | None, run_dir: AnyPath):
         self._root: Path | None = None
         if local_dir is not None:
+            local_path("TrainingConfig.local_dir", local_dir)
             self._root = Path(local_dir.replace("{process}", str(jax.process_index()))).absolute() / _id_of(run_dir)
             unanimous(self._make)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="local_checkpoint")
@@ -233,7 +235,7 @@ class LocalTier(contextlib.AbstractContextManager["LocalTier"]):
         return found
 
 
-def _id_of(run_dir: Path) -> str:
+def _id_of(run_dir: AnyPath) -> str:
     """The ID of a run, which process 0 makes where there is none."""
 
     def read() -> str:

@@ -9,13 +9,13 @@ import json
 import math
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, local_path, to_dict
+from aamoe_jax.bucket import AnyPath, location
+from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, to_dict
 from aamoe_jax.cost import parameter_count
 from aamoe_jax.data import dataset_metadata, ensure_prepared, iterate, load_tokenizer, training_batches
 from aamoe_jax.data.batches import Batch
@@ -79,7 +79,7 @@ class Run:
 
 def train(
     config: ExperimentConfig,
-    run_dir: str | Path,
+    run_dir: str | AnyPath,
     *,
     profile: ProfileWindow | None = None,
     notes: Mapping[str, str] | None = None,
@@ -93,7 +93,7 @@ def train(
     model, each calls this with the same arguments.
 
     Args:
-      run_dir: created if missing; resumed if it holds a checkpoint.
+      run_dir: created if missing; resumed if it holds a checkpoint. A folder, or gs://BUCKET/FOLDER.
       profile: the steps to trace with the JAX profiler, on every process, into `run_dir`.
       notes: texts to put into the run folder beside config.json, by file name.
       allow_restart: begins at step 0 in a folder whose checkpoints were lost, where that is otherwise refused.
@@ -111,7 +111,7 @@ def train(
       WrongBitsError: a step gave different bits when it was computed again, as TrainingConfig.check_every asks for.
       StoppedEarly: a signal came before the first step, and this is the only process.
     """
-    run_dir, training, stopwatch = local_path("run_dir", run_dir), config.training, stopwatch or Stopwatch()
+    run_dir, training, stopwatch = location("run_dir", run_dir), config.training, stopwatch or Stopwatch()
     setup = set_up(config, stopwatch)
     with contextlib.ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())  # outermost: no signal cuts off the way out of the others
@@ -357,7 +357,7 @@ def abstract_batch(shape: tuple[int, int], placement: Placement) -> dict[str, ja
     return dict.fromkeys(BATCH_FIELDS, jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.batch))
 
 
-def _write_down(config: ExperimentConfig, run_dir: Path, notes: Mapping[str, str]) -> None:
+def _write_down(config: ExperimentConfig, run_dir: AnyPath, notes: Mapping[str, str]) -> None:
     if distributed.is_first():
         for name, text in {"config.json": json.dumps(to_dict(config), indent=1) + "\n", **notes}.items():
             write_whole(run_dir / name, text)

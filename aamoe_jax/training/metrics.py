@@ -10,17 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
+from aamoe_jax.bucket import AnyPath, BucketPath
 from aamoe_jax.config import ExperimentConfig, to_dict
 from aamoe_jax.cost import training_flops
-from aamoe_jax.files import SaveError, write_whole
+from aamoe_jax.files import Lines, SaveError, open_lines, read_lines
 from aamoe_jax.mixers.statistics import summarize
 from aamoe_jax.training import distributed
 from aamoe_jax.training.auxiliary import LOSSES
@@ -102,7 +102,8 @@ def loss_fields(sums: dict[str, Any]) -> Record:
 class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
     """Writes records, if this is process 0; on resume first drops those of steps that will be done again.
 
-    Lines that cannot be read are moved to `metrics.damaged`. A warning says how many, and how many are missing.
+    Lines that cannot be read are moved to `metrics.damaged`; in a bucket they stay where they are. A warning says how
+    many, and how many are missing.
 
     Args:
       config: names the trackers that are told too; None: none is.
@@ -110,34 +111,37 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
     """
 
     def __init__(
-        self, run_dir: Path, *, resume_step: int, config: ExperimentConfig | None = None, expected: int | None = None
+        self, run_dir: AnyPath, *, resume_step: int, config: ExperimentConfig | None = None, expected: int | None = None
     ):
         self.count = 0
         """Records of the run so far, with those that are missing. On process 0."""
         self._path = run_dir / FILE
-        self._file = self._trackers = None
+        self._file: Lines | None = None
+        self._trackers: Trackers | None = None
         if not distributed.is_first():
             return
-        records, damaged = read_lines(run_dir)
+        lines = read_lines(self._path)
+        records, damaged = _parse(lines)
         if damaged:
-            with (run_dir / DAMAGED).open("ab") as file:
-                file.writelines(line.rstrip(b"\n") + b"\n" for line in damaged.values())
+            done = "left there" if isinstance(run_dir, BucketPath) else _set_aside(damaged, run_dir / DAMAGED)
             numbers = ", ".join(map(str, list(damaged)[:5])) + (", ..." if len(damaged) > 5 else "")
-            distributed.warn(f"{self._path}: {len(damaged)} lines cannot be read (line {numbers}); moved to {DAMAGED}")
-        kept = [record for record in records if record["step"] <= resume_step]
+            distributed.warn(f"{self._path}: {len(damaged)} lines cannot be read (line {numbers}); {done}")
+        kept = [number for number, record in records.items() if record["step"] <= resume_step]
         if expected is not None and len(kept) < expected:
             distributed.warn(
                 f"{self._path}: {expected - len(kept)} of {expected} records up to step {resume_step} are missing"
             )
         self.count = max(len(kept), expected or 0)
-        write_whole(self._path, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = self._path.open("ab", buffering=0)
+        head = lines[: kept[-1]] if kept else []
+        intact = head if isinstance(run_dir, BucketPath) else [lines[number - 1] for number in kept]
+        self._file = open_lines(self._path, intact)
         if config is not None:
             self._trackers = Trackers(config.training.trackers, run_dir, resume_step, to_dict(config))
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
         if self._file is not None:
-            self._file.close()
+            with self._saving() if kind is None else contextlib.suppress(OSError):  # which would hide that error
+                self._file.close()
         if self._trackers is not None:
             self._trackers.close()
 
@@ -156,7 +160,7 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
         """Until all records are on disk: no checkpoint outlasts the metrics of its steps."""
         if self._file is not None:
             with self._saving():
-                os.fsync(self._file.fileno())
+                self._file.sync()
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
@@ -166,17 +170,15 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
             raise SaveError(f"{self._path} could not be written: {error.strerror}") from error
 
 
-def read_metrics(run_dir: Path) -> list[Record]:
+def read_metrics(run_dir: AnyPath) -> list[Record]:
     """The records of a run, oldest first; lines that cannot be read, such as one that was cut off, are left out."""
-    return read_lines(run_dir)[0]
+    return list(_parse(read_lines(run_dir / FILE))[0].values())
 
 
-def read_lines(run_dir: Path) -> tuple[list[Record], dict[int, bytes]]:
-    """The records of a run, oldest first, and the lines that are none by number, but for a last one without an end."""
-    path = run_dir / FILE
-    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    records, damaged = [], {}
-    for number, line in enumerate(lines[:-1], 1):
+def _parse(lines: list[bytes]) -> tuple[dict[int, Record], dict[int, bytes]]:
+    """By number, counted from 1: the records, and the lines that are none."""
+    records, damaged = {}, {}
+    for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
             if not {"kind", "step"} <= record.keys():
@@ -184,8 +186,14 @@ def read_lines(run_dir: Path) -> tuple[list[Record], dict[int, bytes]]:
         except (ValueError, AttributeError):
             damaged[number] = line
         else:
-            records.append(record)
+            records[number] = record
     return records, damaged
+
+
+def _set_aside(damaged: Mapping[int, bytes], path: Path) -> str:
+    with path.open("ab") as file:
+        file.writelines(line + b"\n" for line in damaged.values())
+    return f"moved to {path.name}"
 
 
 def _scalars(record: Record) -> Iterator[tuple[str, float]]:

@@ -2,7 +2,8 @@
 
 The owner keeps `owner.json` in the folder and raises a count in it every BEAT_SECONDS. Whoever finds the file refuses
 to run, unless its owner is dead: a process of this machine that is gone, or one whose count stands still for
-DEAD_SECONDS. This needs no lock of the file system and no clock in common: shared folders and mounted buckets will do.
+DEAD_SECONDS. This needs no lock of the file system and no clock in common: shared folders and buckets will do. The file
+is made by whoever finds none, as one request that the storage grants to one alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from aamoe_jax.bucket import AnyPath, BucketPath
 from aamoe_jax.config import ConfigError
 from aamoe_jax.files import SaveError
 from aamoe_jax.training import distributed
@@ -52,7 +54,7 @@ class Owner(contextlib.AbstractContextManager["Owner"]):
       SaveError: the storage failed.
     """
 
-    def __init__(self, run_dir: Path):
+    def __init__(self, run_dir: AnyPath):
         self._folder, self._path = run_dir, run_dir / FILE
         self._id = uuid.uuid4().hex
         self._lost: str | None = None
@@ -98,10 +100,13 @@ class Owner(contextlib.AbstractContextManager["Owner"]):
     def _create(self) -> bool:
         """Whether there was no owner, so that this is the one now."""
         try:
-            with self._path.open("x", encoding="utf-8") as file:
-                file.write(self._record(0))
+            if isinstance(self._path, BucketPath):
+                self._path.create(self._record(0))
+            else:
+                with self._path.open("x", encoding="utf-8") as file:
+                    file.write(self._record(0))
         except FileExistsError:
-            return False
+            return _read(self._path).get("id") == self._id  # of a request that was sent again
         return True
 
     def _take_over(self) -> bool:
@@ -170,7 +175,7 @@ class Owner(contextlib.AbstractContextManager["Owner"]):
             )
 
 
-def _read(path: Path) -> Record:
+def _read(path: AnyPath) -> Record:
     """What the owner says; nothing where there is none, while it is being written, and where it was torn."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

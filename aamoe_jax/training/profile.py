@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from aamoe_jax.bucket import AnyPath
 from aamoe_jax.config import ConfigError
 
 
@@ -36,7 +37,7 @@ class Profiler(contextlib.AbstractContextManager["Profiler"]):
     several processes may share a machine, and so its name.
     """
 
-    def __init__(self, window: ProfileWindow | None, run_dir: Path):
+    def __init__(self, window: ProfileWindow | None, run_dir: AnyPath):
         self._window, self._run_dir = window, run_dir
         self._local: tempfile.TemporaryDirectory[str] | None = None
 

@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from aamoe_jax.bucket import AnyPath
 from aamoe_jax.config import ConfigError, ExperimentConfig, OptimizerConfig, from_dict, to_dict
 from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import (
@@ -123,7 +123,7 @@ def warm_started(state: TrainState, like: TrainState, config: ExperimentConfig, 
     return state._replace(params=params)
 
 
-def refuse_lost_history(run_dir: Path, store: CheckpointStore, checkpoint_every: int) -> None:
+def refuse_lost_history(run_dir: AnyPath, store: CheckpointStore, checkpoint_every: int) -> None:
     """Refuses a run folder without a checkpoint that must have had one: a run does not begin again unasked.
 
     Metrics may be up to two intervals ahead of the first checkpoint, which is complete before the second is written.

@@ -13,9 +13,9 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
+from aamoe_jax.bucket import AnyPath, BucketPath
 from aamoe_jax.config import ConfigError, first_line
 from aamoe_jax.files import write_whole
 from aamoe_jax.training import distributed
@@ -38,7 +38,9 @@ class Tracker(Protocol):
 class TensorBoard:
     """Event files in RUN/tensorboard."""
 
-    def __init__(self, run_dir: Path, resume_step: int, config: Mapping[str, Any]):
+    def __init__(self, run_dir: AnyPath, resume_step: int, config: Mapping[str, Any]):
+        if isinstance(run_dir, BucketPath):
+            raise ConfigError("TrainingConfig.trackers: 'tensorboard' writes into no bucket; leave it out")
         library = _library("tensorboardX", "tensorboard")
         self._writer = library.SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1)
 
@@ -53,16 +55,17 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of wandb, whose files lie in RUN/wandb; WANDB_MODE=offline keeps them there."""
+    """A run of wandb, whose files lie in RUN/wandb, or, of a run in a bucket, where wandb has them by default
+    (WANDB_DIR). WANDB_MODE=offline keeps them there."""
 
-    def __init__(self, run_dir: Path, resume_step: int, config: Mapping[str, Any]):
+    def __init__(self, run_dir: AnyPath, resume_step: int, config: Mapping[str, Any]):
         library = _library("wandb", "wandb")
         self._run = library.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run_dir.absolute().name,
             id=_id(run_dir, "wandb", lambda: secrets.token_hex(4)),
             resume="allow",
-            dir=str(run_dir),
+            dir=None if isinstance(run_dir, BucketPath) else str(run_dir),
             config=dict(config),
         )
 
@@ -78,9 +81,11 @@ class WeightsAndBiases:
 class MLflow:
     """A run of MLflow, in the store that MLFLOW_TRACKING_URI names, or in RUN/mlflow.db."""
 
-    def __init__(self, run_dir: Path, resume_step: int, config: Mapping[str, Any]):
+    def __init__(self, run_dir: AnyPath, resume_step: int, config: Mapping[str, Any]):
         library = _library("mlflow", "mlflow")
         self._metric = library.entities.Metric
+        if isinstance(run_dir, BucketPath) and "MLFLOW_TRACKING_URI" not in os.environ:
+            raise ConfigError("TrainingConfig.trackers: of a run in a bucket 'mlflow' needs MLFLOW_TRACKING_URI")
         own = f"sqlite:///{(run_dir / 'mlflow.db').absolute()}"
         self._client = library.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or own)
 
@@ -105,7 +110,7 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-KINDS: Mapping[str, Callable[[Path, int, Mapping[str, Any]], Tracker]] = {
+KINDS: Mapping[str, Callable[[AnyPath, int, Mapping[str, Any]], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
@@ -116,7 +121,7 @@ KINDS: Mapping[str, Callable[[Path, int, Mapping[str, Any]], Tracker]] = {
 class Trackers:
     """All trackers of a run, until each of them fails."""
 
-    def __init__(self, names: tuple[str, ...], run_dir: Path, resume_step: int, config: Mapping[str, Any]):
+    def __init__(self, names: tuple[str, ...], run_dir: AnyPath, resume_step: int, config: Mapping[str, Any]):
         self._trackers: dict[str, Tracker] = {}
         for name in names:
             self._guarded(name, functools.partial(self._begin, name, run_dir, resume_step, config))
@@ -153,7 +158,7 @@ def _library(name: str, extra: str) -> Any:
         ) from error
 
 
-def _id(run_dir: Path, tracker: str, begin: Callable[[], str]) -> str:
+def _id(run_dir: AnyPath, tracker: str, begin: Callable[[], str]) -> str:
     """The tracker's id of the run, or a new one, which is kept."""
     path = run_dir / IDS
     ids = json.loads(path.read_text()) if path.exists() else {}

@@ -7,13 +7,14 @@ import dataclasses
 import faulthandler
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
+from aamoe_jax.bucket import AnyPath, BucketPath
 from aamoe_jax.training import distributed
 
 FILE = "stacks.{index}.txt"
@@ -49,7 +50,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     The main thread may be stuck in a collective that nothing can interrupt, so the process ends past Python's clean-up.
     """
 
-    def __init__(self, run_dir: Path, index: int, limits: Limits = Limits()):
+    def __init__(self, run_dir: AnyPath, index: int, limits: Limits = Limits()):
         self._file, self._limits = run_dir / FILE.format(index=index), limits
         self._seconds: deque[float] = deque(maxlen=51)
         self._at = self._other("what comes before the first step")
@@ -103,9 +104,18 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         print(warning, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr)
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a") as file:
-                print(warning, file=file, flush=True)
-                faulthandler.dump_traceback(file=file)
+            if isinstance(self._file, BucketPath):
+                with tempfile.TemporaryFile("w+") as file:
+                    self._dump(warning, file)
+                    file.seek(0)
+                    self._file.write_text(file.read())
+            else:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                with self._file.open("a") as file:
+                    self._dump(warning, file)
         except OSError as error:
             print(f"warning: {self._file} could not be written: {error.strerror}", file=sys.stderr)
+
+    def _dump(self, warning: str, file: IO[str]) -> None:
+        print(warning, file=file, flush=True)
+        faulthandler.dump_traceback(file=file)

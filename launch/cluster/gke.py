@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 
+from aamoe_jax.config import in_bucket
 from launch.cluster import accelerators, exits, jobset, shell, xla_flags
 from launch.cluster.exits import Retry
 from launch.cluster.job import Job, refuse, require_one_line
@@ -33,7 +34,9 @@ class Gke:
     gke_cluster: Annotated[str, "Name of the GKE cluster; `gcloud container clusters list` shows them."]
     accelerator: Annotated[str, "Accelerator, such as v5p-1024 or v5litepod-256."]
     image: Annotated[str, "Container image that holds Python and this repository."]
-    volume_claim: Annotated[str, "PersistentVolumeClaim (ReadWriteMany) of the run folder's file system."]
+    volume_claim: Annotated[
+        str | None, "PersistentVolumeClaim (ReadWriteMany) of the run folder's file system; none for a bucket."
+    ] = None
     mount: Annotated[str, "Where the pods see it."] = "/mnt/shared"
     topology: Annotated[str | None, "Shape of the slice, such as 8x8x8; the usual one if not given."] = None
     slices: Annotated[int, "Slices of this accelerator, joined by the data center network."] = 1
@@ -83,8 +86,11 @@ class Gke:
 
     def manifest(self, job: Job, avoided: Sequence[str], action: Action = "run") -> dict[str, Any]:
         """The JobSet: `run` probes the hosts and runs the job, `health` probes them and ends."""
-        if not f"{job.run_dir}/".startswith(f"{self.mount}/"):
-            refuse(self, "mount", f"the run folder {job.run_dir} is not in it, and would be lost with the pod")
+        if not in_bucket("run_dir", job.run_dir):
+            if self.volume_claim is None:
+                refuse(self, "volume_claim", f"the run folder {job.run_dir} needs one, or is in a bucket")
+            if not f"{job.run_dir}/".startswith(f"{self.mount}/"):
+                refuse(self, "mount", f"the run folder {job.run_dir} is not in it, and would be lost with the pod")
         hosts = self.slice.hosts
         return {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -136,8 +142,9 @@ class Gke:
                 {"key": TPU, "operator": "Exists", "effect": "NoSchedule"},
                 {"key": "cloud.google.com/gke-spot", "operator": "Exists", "effect": "NoSchedule"},
             ],
-            "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": self.volume_claim}}],
         }
+        if self.volume_claim is not None:
+            pod["volumes"] = [{"name": "shared", "persistentVolumeClaim": {"claimName": self.volume_claim}}]
         if avoided:
             terms = [{"matchExpressions": [{"key": jobset.POOL, "operator": "NotIn", "values": list(avoided)}]}]
             required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
@@ -159,8 +166,7 @@ class Gke:
             "env": [{"name": "JAX_PLATFORMS", "value": "tpu"}, {"name": "NODE_NAME", "valueFrom": node}],
             "ports": [{"name": port, "containerPort": number} for port, number in PORTS.items()],
             "resources": {"requests": chips, "limits": dict(chips)},
-            "volumeMounts": [{"name": "shared", "mountPath": self.mount}],
-        }
+        } | ({} if self.volume_claim is None else {"volumeMounts": [{"name": "shared", "mountPath": self.mount}]})
 
     def logs(self, name: str) -> str:
         return shell.script(self._kubectl, jobset.logs(name))

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, NoReturn, Protocol
 
-from aamoe_jax.config import ConfigError
+from aamoe_jax.config import ConfigError, in_bucket
 from launch.cluster.exits import Retry
 
 READERS = ("evaluate", "choose", "generate", "inspect")
@@ -67,13 +67,10 @@ class Job:
             if getattr(self, field) < 0:
                 refuse(self, field, "must be at least 0")
         flag, folder = FOLDER_FLAGS[self.program], self.run_dir
-        if "://" in folder:
+        if not in_bucket(flag, folder) and not folder.startswith("/"):
             raise ConfigError(
-                f"{flag} = {folder!r}: checkpoints are written to file systems, not to object stores; "
-                "give a folder on Filestore, NFS or Lustre, or a gcsfuse mount of the bucket"
+                f"{flag} = {folder!r}: must begin with /, in a file system that all hosts share, or gs://"
             )
-        if not folder.startswith("/"):
-            raise ConfigError(f"{flag} = {folder!r}: must begin with /, in a file system that all hosts share")
 
     @property
     def run_dir(self) -> str:

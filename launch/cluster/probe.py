@@ -52,6 +52,8 @@ def device_trouble(devices, patience):
 def folder_trouble(folder, min_free_gib):
     """What is wrong with the run folder, or None: it is made if missing, written to, read back, and its disk is
     measured."""
+    if folder.startswith("gs://"):
+        return bucket_trouble(folder)
     marker = os.path.join(folder, f".probe-{node_name()}-{os.getpid()}")
     try:
         os.makedirs(folder, exist_ok=True)
@@ -68,6 +70,23 @@ def folder_trouble(folder, min_free_gib):
     if free < min_free_gib:
         return f"{free:.1f} GiB free in {folder}; {min_free_gib:g} are wanted (--min_free_gib)"
     return None
+
+
+def bucket_trouble(folder):
+    """What is wrong with a run folder in a bucket, or None: an object is written, read back and removed."""
+    from aamoe_jax.bucket import location
+    from aamoe_jax.config import ConfigError
+
+    try:
+        marker = location("run_dir", folder) / f".probe-{node_name()}-{os.getpid()}"
+        marker.write_text(str(marker))
+        intact = marker.read_text() == str(marker)
+        marker.unlink()
+    except OSError as error:
+        return f"the run folder {folder} cannot be written: {error.strerror}"
+    except ConfigError as error:
+        return str(error)
+    return None if intact else f"the run folder {folder} does not hold what was written"
 
 
 def python_version():

@@ -40,12 +40,13 @@ def test_own_files_with_a_tokenizer_of_their_own(tmp_path, notes):
 
 
 @pytest.mark.parametrize("flag", ["data_dir", "tokenizer", "text"])
-def test_the_address_of_a_bucket_is_refused(tmp_path, flag):
-    given = {"data_dir": str(tmp_path), "text": str(tmp_path / "*"), "name": "x"} | {flag: "gs://bucket/a"}
+def test_other_addresses_are_refused(tmp_path, flag):
+    given = {"data_dir": str(tmp_path), "text": str(tmp_path / "*"), "name": "x"} | {flag: "s3://bucket/a"}
     done = run(*(f"--{name}={value}" for name, value in given.items()))
     assert done.returncode == 1
+    wanted = "a path or gs://BUCKET/FOLDER" if flag == "data_dir" else "a path"
     assert done.stderr == (
-        f"error: --{flag} = 'gs://bucket/a': must be a path; mount the bucket (gcsfuse) and give the path it has here\n"
+        f"error: --{flag} = 's3://bucket/a': must be {wanted}; mount other storage and give its path here\n"
     )
     assert list(tmp_path.iterdir()) == []
 

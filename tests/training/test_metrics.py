@@ -81,7 +81,7 @@ class TestLog:
             def write(self, data: bytes) -> None:
                 raise OSError(28, "No space left on device")
 
-            def fileno(self) -> int:
+            def sync(self) -> None:
                 raise OSError(28, "No space left on device")
 
             def close(self) -> None: ...

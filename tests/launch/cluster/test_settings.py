@@ -21,7 +21,7 @@ REFUSED = {
     (*TPU_VM, "run", *TRAIN): "--accelerator is missing: Accelerator, such as v5p-1024",
     (*TPU_VM, "--accelerator=v5e-256", "run", *TRAIN): "did you mean 'v5litepod-256'?",
     (*TPU_VM, "--accelerator=tpu7x-8", "run", *TRAIN): "--accelerator = 'tpu7x-8': is to be had through GKE alone",
-    (*GKE, "--accelerator=v5p-8", "run", *TRAIN): "--volume_claim is missing",
+    (*GKE, "--accelerator=v5p-8", "run", *TRAIN): "--volume_claim = None: the run folder /",
     (*GKE, "--accelerator=v5p-8", "--volume_claim=v", "--topology=4x4x4", "run", *TRAIN): "has 64 chips, but v5p-8",
     (
         *GKE,
@@ -47,8 +47,8 @@ REFUSED = {
         "run",
         "--",
         "launch.train",
-        "--run_dir=gs://b/x",
-    ): "--run_dir = 'gs://b/x': checkpoints are written to file",
+        "--run_dir=s3://bucket/x",
+    ): "--run_dir = 's3://bucket/x': must be a path or gs://BUCKET/FOLDER",
     (*SLURM, "run", "--", "launch.train", "--run_dir=runs/x"): "--run_dir = 'runs/x': must begin with /",
 }
 
