@@ -129,12 +129,6 @@ class BucketPath(gpath.PosixGPath):
         with self._errors():
             _files().put_file(str(source), str(self))
 
-    def upload_folder(self, source: Path) -> None:
-        """Writes all files of a folder of this machine, and of those below, into this one."""
-        for file in source.rglob("*"):
-            if file.is_file():
-                BucketPath(self, file.relative_to(source)).upload(file)
-
     def absolute(self) -> BucketPath:
         """Itself: epath's own prepends the folder of the process."""
         return self

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -81,7 +81,7 @@ def tpu_passes() -> Iterator[None]:
 
 def in_passes(x: Float[Array, "..."], y: Float[Array, "..."], *, passes: int, **how: Any) -> Float[Array, "..."]:
     """x y in one or three products of bfloat16, summed in float32."""
-    multiply = functools.partial(jax.lax.dot_general, precision=Precision.HIGHEST, **how)
+    multiply: Callable[..., Any] = functools.partial(jax.lax.dot_general, precision=Precision.HIGHEST, **how)
     (x_high, x_low), (y_high, y_low) = parts(x), parts(y)
     found = multiply(x_high, y_high)
     return found if passes == 1 else found + (multiply(x_high, y_low) + multiply(x_low, y_high))

@@ -131,7 +131,7 @@ def kernel_calls(jaxpr: Any) -> Iterator[Any]:
 
 def both_passes(implementation: str, shape: Shape, block_sizes: BlockSizes) -> Callable[..., Any]:
     """Gradients of the sum of squares, in all that there are gradients of."""
-    static = {"num_context": shape.chunks, "max_pairs": shape.pairs * shape.tokens}
+    static: dict[str, Any] = {"num_context": shape.chunks, "max_pairs": shape.pairs * shape.tokens}
     static |= {"implementation": implementation, "block_sizes": block_sizes}
 
     def loss(query, query_expert, key, value, bias, pairs, max_score):
@@ -188,7 +188,8 @@ def by_schedule(chip: str, implementation: str, shape: Shape, sizes: Sequence[Bl
         raise ValueError(f"implementation={implementation!r} has no schedule; wanted one of {', '.join(SCHEDULED)}")
     aot.require_compiler(chip)
     name, work = implementation.removeprefix("pallas_tpu_"), shape.keys * shape.heads * shape.head_size
-    results, known = [], {}
+    results: list[Result] = []
+    known: dict[BlockSizes, float | str] = {}
     for candidate in sizes:
         problem = shape.problem(candidate)
         with chips.assume(chip):

@@ -141,7 +141,13 @@ def gradients_and_metrics(
     totals = batch_totals(batch, shards, byte_lengths)
     # Gradients are summed within a `fsdp` group where its parameters are gathered; over all other devices once, here.
     params, sum_gradients = jax.vjp(lambda params: varying(params, AXES), params)
-    given = {"graphdef": graphdef, "shards": shards, "totals": totals, "weights": weights, "with_mass": with_mass}
+    given: dict[str, Any] = {
+        "graphdef": graphdef,
+        "shards": shards,
+        "totals": totals,
+        "weights": weights,
+        "with_mass": with_mass,
+    }
     of_rows = functools.partial(loss_fn, **given)
     grad_fn = functools.partial(jax.grad(of_rows, has_aux=True), params)
     if accumulate == 1:
