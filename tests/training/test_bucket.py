@@ -179,6 +179,8 @@ class TestMetrics:
             server.fail(1.0, (503,))
             with pytest.raises(SaveError, match=r"metrics\.jsonl could not be written: fails by intention"):
                 log.sync()
+            server.fail(0)
+        assert steps_of(run) == [1]  # written when the log was closed
 
     def test_starts_of_a_run_are_kept(self, run):
         for _ in range(2):
