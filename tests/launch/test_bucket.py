@@ -120,7 +120,7 @@ def test_killed_while_it_saves_it_resumes_to_equal_bits_and_every_program_reads_
         ("draw", [f"--run_dir={address}"], "picture gs://bucket/runs/killed/loss.png"),
         ("goodput", [f"--run_dir={address}"], "in 2 starts"),
         ("evaluate", [f"--checkpoint={address}", "--max_batches=1"], "written to gs://bucket/runs/killed/evaluation-"),
-        ("generate", [f"--checkpoint={address}/checkpoints/90", "--prompt=ab", "--max_tokens=2"], "ab"),
+        ("generate", [f"--checkpoint={address}/checkpoints/90", "--prompt=ab", "--tokens=2"], "ab"),
     ):
         assert wanted in place.finish(place.start(program, *flags))[0], program
     assert server.objects["bucket"]["runs/killed/loss.png"].data.startswith(b"\x89PNG")
