@@ -132,7 +132,7 @@ def kernel_calls(jaxpr: Any) -> Iterator[Any]:
 def both_passes(implementation: str, shape: Shape, block_sizes: BlockSizes) -> Callable[..., Any]:
     """Gradients of the sum of squares, in all that there are gradients of."""
     static: dict[str, Any] = {"num_context": shape.chunks, "max_pairs": shape.pairs * shape.tokens}
-    static |= {"implementation": implementation, "block_sizes": block_sizes}
+    static |= {"implementation": implementation, "block_sizes": block_sizes, "with_mass": False}
 
     def loss(query, query_expert, key, value, bias, pairs, max_score):
         pairs = pairs._replace(bias=bias)
@@ -198,7 +198,7 @@ def by_schedule(chip: str, implementation: str, shape: Shape, sizes: Sequence[Bl
         compiled = dataclasses.replace(candidate, tokens=None) if name == "resident" else candidate
         if compiled not in known:
             try:
-                known[compiled] = _nanoseconds_a_pair(chip, implementation, shape, compiled, _pairs_a_step(path))
+                known[compiled] = nanoseconds_a_pair(chip, implementation, shape, compiled, _pairs_a_step(path))
             except aot.CompileError as error:
                 known[compiled] = str(error).partition(f" for {chip}: ")[2].splitlines()[0][:200]
         found = known[compiled]
@@ -217,7 +217,7 @@ def _pairs_a_step(path: Any) -> float:
     return path.layout.tile * resources / path.layout.groups
 
 
-def _nanoseconds_a_pair(chip: str, implementation: str, shape: Shape, sizes: BlockSizes, pairs: float) -> float:
+def nanoseconds_a_pair(chip: str, implementation: str, shape: Shape, sizes: BlockSizes, pairs: float) -> float:
     """Both passes, by the bundles of a steady step of their kernels."""
     options = {
         "chip": chip,

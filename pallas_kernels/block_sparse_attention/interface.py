@@ -102,7 +102,7 @@ def block_sparse_attention(
     require_float(name, query=query)
     _check_shapes(inputs, window, num_context, max_pairs)
     if name == "pallas_gpu" and not chips.takes_gpu_kernels(f"implementation={name!r}"):
-        name = "xla"
+        name, block_sizes = "xla", None
     inputs = inputs._replace(pairs=_hide_unknown(pairs, len(key)))
     (tokens, heads, d), (resources, m), slots = query.shape, key.shape[:2], pairs.resource.shape[1]
     scale = d**-0.5 if scale is None else float(scale)

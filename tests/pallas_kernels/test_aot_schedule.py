@@ -11,7 +11,8 @@ import json
 import pytest
 
 from benchmarks import tpu_schedule
-from pallas_kernels import chips
+from pallas_kernels import chips, tune
+from pallas_kernels.block_sparse_attention import BlockSizes
 
 GOLDEN = json.loads(tpu_schedule.GOLDEN.read_text())
 ELSEWHERE = [
@@ -43,3 +44,13 @@ def test_no_kernel_takes_more_bundles_than_it_did(chip, path, shape):
     if version != GOLDEN["libtpu"]:
         pytest.skip(f"the golden file is libtpu {GOLDEN['libtpu']}'s, this is {version}: {tpu_schedule.GOLDEN_COMMAND}")
     assert tpu_schedule.regressions(rows, GOLDEN["bundles_a_pair"]) == []
+
+
+def test_the_tuner_counts_the_bundles_that_are_tabled():
+    """The kernels out of the whole operation are those that the table has compiled alone."""
+    if importlib.metadata.version("libtpu") != GOLDEN["libtpu"]:
+        pytest.skip(f"the golden file is libtpu {GOLDEN['libtpu']}'s")
+    rows = [f"v5e resident {direction}: m 128, d 128, heads 8, tile 512" for direction in tpu_schedule.DIRECTIONS]
+    wanted = sum(GOLDEN["bundles_a_pair"][row] for row in rows)
+    found = tune.nanoseconds_a_pair("v5e", "pallas_tpu_resident", tune.Shape(), BlockSizes(pairs=512), 512)
+    assert found * chips.TPUS["v5e"].clock / 1e9 == pytest.approx(wanted, rel=tpu_schedule.TOLERANCE)

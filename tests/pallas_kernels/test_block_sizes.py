@@ -111,7 +111,7 @@ def test_a_schedule_is_weighed_by_how_full_its_tiles_are(monkeypatch):
         asked.append((sizes, pairs))
         return {128: 10.0, 256: 10.0, 512: 4.0}[sizes.pairs]
 
-    monkeypatch.setattr(tune, "_nanoseconds_a_pair", compiled)
+    monkeypatch.setattr(tune, "nanoseconds_a_pair", compiled)
     sizes = [BlockSizes(pairs=pairs, tokens=tokens) for pairs in (128, 256, 512) for tokens in (4096, 8192)]
     found = {result.block_sizes: result.milliseconds for result in tune.by_schedule("v5e", *CHOSEN, sizes)}
     times = [found[one] for one in sizes]
@@ -130,7 +130,7 @@ def test_what_the_compiler_refuses_is_named(monkeypatch):
         raise aot.CompileError(f"a case for {chip}: RESOURCE_EXHAUSTED: vmem\nmore")
 
     monkeypatch.setattr(aot, "require_compiler", lambda chip: None)
-    monkeypatch.setattr(tune, "_nanoseconds_a_pair", refuse)
+    monkeypatch.setattr(tune, "nanoseconds_a_pair", refuse)
     sizes = [BlockSizes(pairs=128, tokens=8192)]
     assert tune.by_schedule("v5e", *CHOSEN, sizes) == [Result(sizes[0], None, "RESOURCE_EXHAUSTED: vmem")]
 
