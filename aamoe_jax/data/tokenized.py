@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt
 
-from aamoe_jax.data.tokenizers import Tokenizer
+from aamoe_jax.data.tokenizers import ByteTokenizer, Tokenizer
 
 
 class TokenizedBatches:
@@ -21,11 +21,14 @@ class TokenizedBatches:
         self._folder, self._tokenizer = folder, tokenizer
 
     def encode(self, batch: Sequence[bytes]) -> list[UInt[np.ndarray, "n"]]:
-        """The tokens of every document: those of an earlier run, or the tokenizer's, which it keeps.
+        """The tokens of every document: those of an earlier run, or the tokenizer's, which it keeps. Those of bytes are
+        not kept: to read them back takes longer than to make them again.
 
         Raises:
           OSError: they cannot be written.
         """
+        if isinstance(self._tokenizer, ByteTokenizer):
+            return self._tokenizer.encode_batch(batch)
         digest = hashlib.sha256(self._tokenizer.digest.encode())
         for text in batch:
             digest.update(hashlib.sha256(text).digest())
@@ -44,7 +47,7 @@ class TokenizedBatches:
             content = io.BytesIO()  # np.save to a file tells of a full disk by numbers of bytes alone
             np.save(content, ends)
             np.save(content, np.concatenate(documents))
-            written.write_bytes(content.getvalue())
+            written.write_bytes(content.getbuffer())
             written.rename(path)
         return documents
 

@@ -146,17 +146,24 @@ data.prepare(memory_corpus(random_documents()), data_dir={str(tmp_path)!r}, toke
 class TestResume:
     """What a prepare that was stopped had tokenized is not tokenized again."""
 
-    class Interrupted(data.ByteTokenizer):
-        """Stops at the last document, the first time that it comes to it."""
+    class Interrupted:
+        """Bytes as another tokenizer, which stops at the last document, the first time that it comes to it."""
 
         def __init__(self):
             self.seen: list[bytes] = []
+            self.bytes = data.ByteTokenizer()
+
+        def __getattr__(self, name):
+            return getattr(self.bytes, name)
+
+        def encode_batch(self, texts):
+            return [self.encode(text) for text in texts]
 
         def encode(self, text):
             self.seen.append(text)
             if text == random_documents()["test"][-1][1] and text not in self.seen[:-1]:
                 raise KeyboardInterrupt
-            return super().encode(text)
+            return self.bytes.encode(text)
 
     @pytest.fixture
     def tokenizer(self, tmp_path, monkeypatch):
@@ -184,6 +191,12 @@ class TestResume:
             )
             assert resumed.read(0, len(whole)).tolist() == whole.read(0, len(whole)).tolist()
         assert not list(tmp_path.rglob("*.tokenized"))
+
+    def test_bytes_are_not_kept(self, tmp_path, monkeypatch):
+        kept = []
+        monkeypatch.setattr(data.builder.TokenizedBatches, "remove", lambda self: kept.append(self._folder.exists()))
+        self.prepare(tmp_path, data.ByteTokenizer())
+        assert kept == [False]
 
     def test_a_torn_file_is_tokenized_again(self, tokenizer, tmp_path):
         before = len(tokenizer.seen)
