@@ -29,7 +29,6 @@ from aamoe_jax.mixers.grouped import blocks_of
 from aamoe_jax.registry import MIXERS
 from pallas_kernels.block_sparse_attention import window, xla
 from pallas_kernels.block_sparse_attention.operation import Problem
-from pallas_kernels.block_sparse_attention.paged import xla as paged
 
 Row = tuple[Int[Array, "b L"], Int[Array, "b L"]]
 """Segment ids and positions."""
@@ -158,16 +157,16 @@ def beyond_one_turn(name: str, config: ModelConfig, rows: int, length: int) -> C
 
 
 def _beyond_one_turn_of_pairs(at: Setting) -> Costs:
-    """AA-MoE's windows, pairs with chunks and pairs with experts are loops (`xla`); in decoding slots are."""
+    """AA-MoE's windows and pairs are loops (`xla`); in decoding slots are."""
     config, layer, given = at.config, at.config.aamoe, attended(at)
     m, heads, chunks = layer.chunk_size, config.num_heads, at.tokens // layer.chunk_size
     most = most_pairs(layer.budget.normalizer, at.rows, at.length, given.slots, max(config.betas), layer)
     sizes = (at.tokens, heads, config.head_dim, chunks + layer.num_experts, m, given.slots)
     path = xla.plan(Problem(*sizes, jnp.dtype(config.dtype), chunks, most, scale=1.0))
     windows = min(chunks, max(1, window.STEP_SCORES // (heads * m * 2 * m)))
-    turns = 2 * path.group * path.tile * m + (windows * m * 2 * m if given.window_keys else 0)
+    turns = path.group * path.tile * m + (windows * m * 2 * m if given.window_keys else 0)
     keys = given.window_keys + given.pairs * m
     return Costs(
         prefill_flops=4 * config.d_model * (at.tokens * keys - turns),
-        decode_flops=4 * config.d_model * at.rows * (keys - paged.GROUP * m),
+        decode_flops=4 * config.d_model * at.rows * (keys - m),
     )

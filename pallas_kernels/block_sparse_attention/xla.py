@@ -4,7 +4,8 @@ A step of the loop takes a group of tiles, so that the scores of one step stay i
 Every pair leaves a partial result (output and log-sum-exp over its own keys), which are merged per token in the fixed
 order of its pairs: the result of a token is bit for bit independent of what later tokens hold.
 
-Shapes: T tokens, K slots, R resources, m keys a resource, H heads, d head size, P pairs, N tiles a step, t rows a tile.
+Shapes: T tokens, K slots, R resources, m keys a resource, H heads, d head size, P pairs, N tiles a step, t rows a tile,
+T2 = 2 T.
 """
 
 import functools
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_sparse_attention import tables as tables_lib
 from pallas_kernels.block_sparse_attention.block_sizes import BlockSizes
@@ -43,29 +44,32 @@ class Path(NamedTuple):
         most = self.problem.resources, self.problem.max_pairs
         return tables_lib.build(pairs.resource, pairs.count, *most, self.tile, slack=self.group - 1)
 
-    def _group(self, first, end, tables: Tables, bias_P, visible_P):
-        """The tiles from `first` on, as far as `end`: pairs and tokens [N, t], biases [N, 1, t], what is seen
-        [N, 1, t, m], resources [N]. Padding rows: pair and token out of range, bias -inf, nothing visible."""
-        pair = jax.lax.dynamic_slice_in_dim(tables.pair, first, self.group)
-        past = first + jnp.arange(self.group) >= end  # the last group reaches beyond the range
-        pair = jnp.where(past[:, None], len(bias_P), pair)
-        token = tables.numbering.token.at[pair].get(mode="fill", fill_value=self.problem.tokens)
+    def _group(self, i, tables: Tables, bias_P, visible_P):
+        """The tiles of step i: pairs, and the rows of their queries, [N, t]; biases [N, 1, t], what is seen
+        [N, 1, t, m], resources [N]. Padding rows: pair and row out of range, bias -inf, nothing visible."""
+        first = i * self.group
+        pair, resource = (jax.lax.dynamic_slice_in_dim(x, first, self.group) for x in (tables.pair, tables.resource))
+        kind = jnp.where(resource < self.problem.num_context, 0, self.problem.tokens)[:, None]
+        row = kind + tables.numbering.token.at[pair].get(mode="fill", fill_value=2 * self.problem.tokens)
         bias = bias_P.at[pair].get(mode="fill", fill_value=-jnp.inf)[:, None]
         seen = jnp.arange(self.problem.m) < visible_P.at[pair].get(mode="fill", fill_value=0)[:, None, :, None]
-        resource = jax.lax.dynamic_slice_in_dim(tables.resource, first, self.group)
         # Without the barrier XLA computes these indices anew for every element of the gathers they feed.
-        return jax.lax.optimization_barrier((pair, token, bias, seen, resource))
+        return jax.lax.optimization_barrier((pair, row, bias, seen, resource))
+
+    def _steps(self, tables: Tables) -> Int[Array, ""]:
+        return -(-tables.begin[-1] // self.group)
 
     def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "P H"]]:
         """Output and log-sum-exp of every pair over its own keys alone, then one distribution per token."""
         *_, key, value, pairs, _ = inputs
         numbering, (token_P, _, count), (heads, d) = tables.numbering, tables.numbering, key.shape[2:]
         bias_P = tables_lib.from_slots(pairs.bias.astype(jnp.float32), numbering, fill=-jnp.inf)
-        of_pairs = bias_P, tables_lib.from_slots(pairs.visible, numbering, fill=0)
+        visible_P = tables_lib.from_slots(pairs.visible, numbering, fill=0)
+        queries = _both_kinds(inputs.query, inputs.query_expert)
 
-        def attend(query, begin, end, i, state):
-            pair, token, bias, seen, resource = self._group(begin + i * self.group, end, tables, *of_pairs)
-            arrays = (query, token), (key, resource), (value, resource)
+        def attend(i, state):
+            pair, row, bias, seen, resource = self._group(i, tables, bias_P, visible_P)
+            arrays = (queries, row), (key, resource), (value, resource)
             q, k, v = (x.at[index].get(**CLIP).swapaxes(1, 2) for x, index in arrays)
             output, lse = partial_attention(q, k, v, seen, self.problem.scale)
             new = output.swapaxes(1, 2), (lse + bias).swapaxes(1, 2)
@@ -74,11 +78,7 @@ class Path(NamedTuple):
 
         zeros = functools.partial(jnp.zeros_like, key, jnp.float32)
         state = zeros(shape=(len(token_P), heads, d)), zeros(shape=(len(token_P), heads)) - jnp.inf
-        experts = tables.begin[self.problem.num_context]
-        for query, begin, end in ((inputs.query, 0, experts), (inputs.query_expert, experts, tables.begin[-1])):
-            step = functools.partial(attend, query, begin, end)
-            state = jax.lax.fori_loop(0, -(-(end - begin) // self.group), step, state)
-        output_PHd, lse_PH = state
+        output_PHd, lse_PH = jax.lax.fori_loop(0, self._steps(tables), attend, state)
 
         top = start.lse.at[token_P].max(lse_PH, mode="drop")
         top = jnp.where(top > -jnp.inf, top, 0.0)
@@ -107,41 +107,45 @@ class Path(NamedTuple):
         return tables_lib.to_slots(mass_P, numbering, self.problem.slots)
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
-        """The context's tiles with the rotated queries, then the experts' with the others."""
+        """The scores of every tile again, and what follows from them."""
         *_, key, value, pairs, _ = inputs
         numbering = tables.numbering
         bias_P = tables_lib.from_slots(pairs.bias.astype(jnp.float32), numbering, fill=-jnp.inf)
-        of_pairs = bias_P, tables_lib.from_slots(pairs.visible, numbering, fill=0)
+        visible_P = tables_lib.from_slots(pairs.visible, numbering, fill=0)
+        queries, tokens = _both_kinds(inputs.query, inputs.query_expert), self.problem.tokens
 
-        def step(query, begin, end, i, state):
-            d_query, d_key, d_value, d_bias_P = state
-            pair, token, bias, seen, resource = self._group(begin + i * self.group, end, tables, *of_pairs)
-            q, do, lse, delta = (x.at[token].get(**CLIP).swapaxes(1, 2) for x in (query, *cotangents))
-            k, v = (x.at[resource].get(**CLIP).swapaxes(1, 2) for x in (key, value))
+        def step(i, state):
+            d_queries, d_key, d_value, d_bias_P = state
+            pair, row, bias, seen, resource = self._group(i, tables, bias_P, visible_P)
+            token = jnp.where(row < tokens, row, row - tokens)
+            arrays = (queries, row), *((x, token) for x in cotangents), (key, resource), (value, resource)
+            q, do, lse, delta, k, v = (x.at[index].get(**CLIP).swapaxes(1, 2) for x, index in arrays)
             dq, dk, dv, db = partial_gradients(q, k, v, do, bias - lse, delta, seen, self.problem.scale)
             return (
-                d_query.at[token].add(dq.swapaxes(1, 2), mode="drop"),
+                d_queries.at[row].add(dq.swapaxes(1, 2), mode="drop"),
                 d_key.at[resource].add(dk.swapaxes(1, 2)),
                 d_value.at[resource].add(dv.swapaxes(1, 2)),
                 d_bias_P.at[pair].set(db, mode="drop", unique_indices=True),
             )
 
-        edges: list = [0, tables.begin[self.problem.num_context], tables.begin[-1]]
-        shared, d_queries = (start.key, start.value, jnp.zeros_like(numbering.token, jnp.float32)), []
-        for query, d_query, begin, end in zip(inputs[:2], start[:2], edges[:2], edges[1:], strict=True):
-            turn = functools.partial(step, query, begin, end)
-            d_query, *shared = jax.lax.fori_loop(0, -(-(end - begin) // self.group), turn, (d_query, *shared))
-            d_queries.append(d_query)
-        d_key, d_value, d_bias_P = shared
+        d_queries = _both_kinds(start.query, start.query_expert)
+        state = d_queries, start.key, start.value, jnp.zeros_like(numbering.token, jnp.float32)
+        d_queries, d_key, d_value, d_bias_P = jax.lax.fori_loop(0, self._steps(tables), step, state)
         d_bias = start.bias + tables_lib.to_slots(d_bias_P, numbering, self.problem.slots)
-        return Gradients._make((*d_queries, d_key, d_value, d_bias))
+        return Gradients(d_queries[:tokens], d_queries[tokens:], d_key, d_value, d_bias)
+
+
+def _both_kinds(query: Float[Array, "T H d"], query_expert: Float[Array, "T H d"]) -> Float[Array, "T2 H d"]:
+    """Queries of context, then those of experts: a tile reads the rows of its kind, and one loop serves both."""
+    return jnp.concatenate([query, query_expert])
 
 
 def plan(problem: Problem) -> Path:
-    """Rows a tile and tiles a step, from static shapes: measured on a CPU, where padding costs as much as work."""
+    """Rows a tile and tiles a step, from static shapes: measured on a CPU, where padding costs as much as work. Of more
+    rows than keys a tile has no use: what it spares in reading keys is less than reading the queries."""
     rows = problem.max_pairs / problem.resources
     sizes = problem.block_sizes
-    tile = sizes.pairs or (max(8, min(64, 2 ** math.ceil(math.log2(rows / 2)))) if rows > 2 else 8)
+    tile = sizes.pairs or (max(8, min(problem.m, 64, 2 ** math.ceil(math.log2(rows / 2)))) if rows > 2 else 8)
     tiles = -(-problem.max_pairs // tile) + min(problem.resources, problem.max_pairs)
     step = sizes.tiles or STEP_SCORES // (problem.heads * tile * problem.m)
     return Path(problem, tile, max(1, min(tiles, step)))

@@ -13,10 +13,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.block_sparse_attention import Pairs, Slots, block_sparse_attention, paged_attention
 from pallas_kernels.block_sparse_attention.paged.interface import IMPLEMENTATIONS
-from pallas_kernels.block_sparse_attention.paged.xla import GROUP
 
 ROWS, PAGES, M, E, H, SIZE = 3, 5, 8, 4, 2, 16
-SLOTS = GROUP + 3
+SLOTS = 7
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
@@ -93,6 +92,20 @@ def test_it_is_block_sparse_attention(implementation, slots, count):
     np.testing.assert_allclose(lse, wanted_lse, atol=1e-5)
     empty = np.asarray(count) == 0
     assert (np.asarray(output)[empty] == 0).all()
+
+
+@every_implementation
+def test_a_sequence_alone_gets_what_it_gets_among_others(implementation):
+    """Its slots name pages and experts in any order, and read the norm of expert keys."""
+    *arrays, slots = inputs(SLOTS, [7, 5, 6])
+    among = attend(*arrays, slots, implementation=implementation, norm="rms")
+    for row in range(ROWS):
+        own = [x[row : row + 1] for x in arrays[:4]]
+        alone = attend(
+            *own, *arrays[4:], Slots(*(x[row : row + 1] for x in slots)), implementation=implementation, norm="rms"
+        )
+        for found, wanted in zip(alone, among, strict=True):
+            np.testing.assert_allclose(found, wanted[row : row + 1], atol=1e-5)
 
 
 @every_implementation
