@@ -1,91 +1,181 @@
-"""Draws a run: the loss, shares of context and experts, and a map of budgets.
+"""Draws runs: the loss, shares of context and experts, and a map of budgets.
 
-aamoe draw --run_dir=runs/quickstart
+    aamoe draw --run_dir=runs/quickstart                                # pictures of one run, in its folder
+    aamoe draw --run_dir=runs/a --run_dir=runs/b --output=pictures      # the losses of several, in one picture
+
+The budget map shows prose, code and the same code again; --text shows a file, --window a part of the held-out split.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jaxtyping import Int
 
-from aamoe_jax.analysis import pictures
+from aamoe_jax.analysis import inspection, pictures
 from aamoe_jax.bucket import AnyPath, location
-from aamoe_jax.config import ConfigError, ExperimentConfig
+from aamoe_jax.config import ConfigError, ExperimentConfig, first_line, from_dict
 from aamoe_jax.data import evaluation_batches, load_tokenizer
-from aamoe_jax.evaluation.perplexity import causal_budget
-from aamoe_jax.model import merge, structure
-from aamoe_jax.training.checkpoints import load_checkpoint
+from aamoe_jax.data.tokenizers import Tokenizer
+from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
 from aamoe_jax.training.metrics import FILE, read_metrics
+from aamoe_jax.training.resume import FREE_FIELDS
+from experiments.binding import differences, value_of
 from launch import program
 
 FLAGS = flags.FLAGS
+MOST_FIELDS = 2
+"""Runs that differ in more fields of their configs are called by their folders."""
+MOST_TOKENS = 512
+"""Longer rows of training are not shown whole unless --tokens asks for it."""
+CODE = """\
+def mean(values, weights):
+    total = 0.0
+    for value, weight in zip(values, weights):
+        total += weight * value
+    return total / sum(weights)
+"""
+PASSAGE = {
+    "prose": "Most of a text follows from the few letters before it. What is new is hard: a name, a number, the "
+    "first word of a thought. What was read before should be easy again.\n",
+    "code": CODE,
+    "same code": CODE,
+}
+"""What the budget map shows, part by part."""
 
 
 def define_flags() -> None:
     """The flags of this program."""
     program.define_import_flag()
-    flags.DEFINE_string("run_dir", None, "Run folder, as given to launch.train.", required=True)
-    flags.DEFINE_integer("window", 0, "Which window of the held-out split the budget map shows.", lower_bound=0)
-    flags.DEFINE_integer("tokens", 440, "How many tokens of it.", lower_bound=1)
-    flags.DEFINE_string("data_dir", None, "Where prepared datasets lie; the run's folder if not given.")
+    flags.DEFINE_multi_string(
+        "run_dir", None, "Run folder, as given to launch.train. Repeat it to compare losses.", required=True
+    )
+    flags.DEFINE_string("output", None, "Folder for the pictures; that of the run if not given.")
+    flags.DEFINE_integer(
+        "smooth", 0, "The smoothed loss is a mean over so many steps; 0: a tenth of the longest run.", lower_bound=0
+    )
+    flags.DEFINE_string("text", None, "The budget map shows this file instead.")
+    flags.DEFINE_integer(
+        "window", None, "The budget map shows this window of the held-out split instead.", lower_bound=0
+    )
+    flags.DEFINE_integer(
+        "tokens", None, f"Most tokens of the map; a row of training, up to {MOST_TOKENS}, if not given.", lower_bound=1
+    )
+    flags.DEFINE_string("data_dir", None, "--window: where prepared datasets lie; the run's folder if not given.")
 
 
-def read_records(run_dir: AnyPath) -> list[dict[str, Any]]:
-    """The metrics of a run, under the names that the pictures know: figures per layer at the top, validation apart."""
+# Losses.
+
+
+def read_config(run_dir: AnyPath) -> ExperimentConfig:
+    """The experiment that a run folder is of."""
+    try:
+        return from_dict(ExperimentConfig, json.loads((run_dir / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--run_dir={run_dir}: no config.json of a run: {first_line(error)}") from error
+
+
+def read_records(run_dir: AnyPath, mixture: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The metrics of a run under the names that the pictures know: figures per layer at the top; losses in validation
+    apart, as means over the datasets by their weights."""
     metrics = read_metrics(run_dir)
     if not metrics and not (run_dir / FILE).exists():
         raise ConfigError(f"--run_dir={run_dir}: there is no {FILE}; train first, with aamoe train")
-    records = [
-        {"step": record["step"], "validation_bits_per_byte": record.get("bits_per_byte")}
-        if record["kind"] == "validation"
-        else record | record.get("layers", {})
-        for record in metrics
-    ]
+    records: list[dict[str, Any]] = []
+    validation: dict[int, dict[str, float]] = {}
+    for record in metrics:
+        if record["kind"] != "validation":
+            records.append(record | record.get("layers", {}))
+        elif record.get("bits_per_byte") is not None:
+            validation.setdefault(record["step"], {})[record["dataset"]] = record["bits_per_byte"]
     if not any("bits_per_byte" in record for record in records):
         raise ConfigError(f"--run_dir={run_dir}: {FILE} has no step of training yet; go on with aamoe train")
+    for step, bits in validation.items():
+        mean = np.average(list(bits.values()), weights=[mixture[name] for name in bits])
+        records.append({"step": step, "validation_bits_per_byte": float(mean)})
     return records
 
 
-def spent_on_passage(
-    config: ExperimentConfig, params: dict[str, Any], passage: dict[str, Int[np.ndarray, "1 L"]]
-) -> Int[np.ndarray, "layers L"]:
-    """Resources that every layer gave to every token, under causal budgets."""
+def names_of(runs: Mapping[AnyPath, ExperimentConfig]) -> list[str]:
+    """What the legend calls runs: by the fields in which they differ, if these are few and tell them apart; else by
+    their folders."""
+    first, *others = runs.values()
+    fields = sorted({field for other in others for field in differences(first, other)} - FREE_FIELDS)
+    names = [
+        ", ".join(f"{field.split('.')[1]} = {plain(value_of(run, field))}" for field in fields) for run in runs.values()
+    ]
+    if 0 < len(fields) <= MOST_FIELDS and len(set(names)) == len(runs):
+        return names
+    folders = [folder.resolve().name for folder in runs]
+    return folders if len(set(folders)) == len(runs) else list(map(str, runs))
 
-    @jax.jit
-    def spent(params: dict[str, Any]) -> Any:
-        model = merge(structure(config.model), params)
-        inputs = (jnp.asarray(passage[key]) for key in ("tokens", "segment_ids", "positions"))
-        return model(*inputs, budget=causal_budget(config.model), detail="tokens")[1]["spent"]
 
-    return np.asarray(spent(params))[:, 0]
+def plain(value: Any) -> str:
+    """A value of a field as a legend can hold it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+# The budget map.
+
+
+def read_passage(config: ExperimentConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, int]]:
+    """The row that the map shows, for `inspection.read`, and the tokens of its parts by name, if it has any."""
+    if FLAGS.window is not None:
+        data = program.data_config(config, FLAGS.data_dir)
+        windows = evaluation_batches(data, data.mixture[0][0], split="validation", batch_size=1)
+        if FLAGS.window >= len(windows):
+            raise ConfigError(f"--window={FLAGS.window}: the split has {len(windows)} windows, counted from 0")
+        return windows[FLAGS.window], {}
+    if FLAGS.text is not None:
+        try:
+            text = Path(FLAGS.text).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"--text={FLAGS.text}: cannot be read: {error.strerror}") from error
+        if not text:
+            raise ConfigError(f"--text={FLAGS.text}: is empty")
+        return {"tokens": tokenizer.encode(text)[None]}, {}
+    parts = {name: tokenizer.encode(text.encode()) for name, text in PASSAGE.items()}
+    return {"tokens": np.concatenate(list(parts.values()))[None]}, {name: len(part) for name, part in parts.items()}
+
+
+def draw_budget_map(checkpoint: Checkpoint, path: AnyPath) -> None:
+    """What every layer spent on every token of the passage, under causal budgets."""
+    config = checkpoint.config
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    row, parts = read_passage(config, tokenizer)
+    row = {name: values[:, : FLAGS.tokens or min(config.data.seq_len, MOST_TOKENS)] for name, values in row.items()}
+    tokens = row["tokens"][0]
+    if sum(parts.values()) > len(tokens):
+        parts = {}  # cut: the row no longer is what they say
+    spent = np.asarray(inspection.read(config.model, checkpoint.params, row, "tokens")[1]["spent"])[:, 0]
+    text = [tokenizer.decode(tokens[i : i + 1]).decode("utf-8", "replace") for i in range(len(tokens))]
+    layers = inspection.aamoe_layers(config.model)
+    pictures.budget_map(text, spent, path, layers=layers, parts=parts)
 
 
 def main(argv: list[str]) -> None:
     """Draws what the model's stack has, and prints the paths."""
     program.refuse_arguments(argv)
-    run_dir = location("--run_dir", FLAGS.run_dir)
-    records = read_records(run_dir)
-    drawn = [run_dir / "loss.png"]
-    pictures.loss_curve(records, drawn[0])
-    checkpoint = load_checkpoint(run_dir)
-    if checkpoint.config.model.layers_of("aamoe"):
-        drawn += [run_dir / "shares.png", run_dir / "budget_map.png"]
-        pictures.context_expert_share(records, drawn[1])
-        data = program.data_config(checkpoint.config, FLAGS.data_dir)
-        windows = evaluation_batches(data, data.mixture[0][0], split="validation", batch_size=1)
-        if FLAGS.window >= len(windows):
-            raise ConfigError(f"--window={FLAGS.window}: the split has {len(windows)} windows, counted from 0")
-        passage = windows[FLAGS.window]
-        spent = spent_on_passage(checkpoint.config, checkpoint.params, passage)
-        tokenizer = load_tokenizer(data.tokenizer)
-        shown = passage["tokens"][0, : FLAGS.tokens]
-        text = [tokenizer.decode(shown[i : i + 1]).decode("utf-8", "replace") for i in range(len(shown))]
-        pictures.budget_map(text, spent[:, : len(shown)], drawn[2], layers=range(len(spent)))
+    folders = [location("--run_dir", folder) for folder in FLAGS.run_dir]
+    if FLAGS.text is not None and FLAGS.window is not None:
+        raise ConfigError("give --text or --window, not both: the budget map shows one passage")
+    if len(folders) > 1 and FLAGS.output is None:
+        raise ConfigError("several --run_dir: give --output=FOLDER for their picture")
+    runs = {folder: read_config(folder) for folder in folders}
+    records = {folder: read_records(folder, dict(config.data.mixture)) for folder, config in runs.items()}
+    output = location("--output", FLAGS.output) if FLAGS.output else folders[0]
+    output.mkdir(parents=True, exist_ok=True)
+    drawn = [output / "loss.png"]
+    names = names_of(runs) if len(runs) > 1 else ["training"]
+    pictures.loss_curves(dict(zip(names, records.values(), strict=True)), drawn[0], smooth=FLAGS.smooth)
+    if len(runs) == 1 and runs[folders[0]].model.layers_of("aamoe"):
+        drawn += [output / "shares.png", output / "budget_map.png"]
+        pictures.context_expert_share(records[folders[0]], drawn[1])
+        draw_budget_map(load_checkpoint(folders[0]), drawn[2])
     for path in drawn:
         print(f"picture {path}")
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,9 +17,9 @@ import matplotlib as mpl
 import numpy as np
 from jaxtyping import Float, Int, Num
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap, LinearSegmentedColormap, PowerNorm
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import BoundaryNorm, Colormap, LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
 from matplotlib.ticker import PercentFormatter
 
 from aamoe_jax.bucket import AnyPath, BucketPath
@@ -27,6 +29,9 @@ Series = tuple[Num[np.ndarray, "n"], Float[np.ndarray, "n *layers"]]
 Cells = list[tuple[int, int, str, int]]
 
 BLUE, VERMILION = "#0072B2", "#D55E00"
+RUN_COLOURS = (BLUE, "#E69F00", "#009E73", "#CC79A7", "#56B4E9", VERMILION, "#000000")
+"""One per run. Yellow, the eighth of the palette, does not show on white."""
+DASHES = ("-", "--", ":")
 STYLE: dict[Any, Any] = {
     "axes.edgecolor": "#999999",
     "axes.grid": True,
@@ -49,6 +54,7 @@ SPENT_COLOURS = LinearSegmentedColormap.from_list(
 )
 """White for a token that was given nothing; where there is no token the ground is PAPER."""
 PAPER = "#F1F0EE"
+MOST_PANELS, MOST_TONES, ALMOST_NOTHING = 6, 8, 0.01
 KINDS = {"local": "own neighbourhood", "context": "routed context", "expert": "experts"}
 MEASURES = {"pairs": "share of pairs", "mass": "share of attention"}
 MARKS = {"\n": "↵", "\t": "→", "\r": "←"}
@@ -77,41 +83,66 @@ def series(records: Sequence[Record], key: str) -> Series:
 # The loss.
 
 
-def loss_curve(records: Sequence[Record], path: str | AnyPath) -> Figure:
-    """Training and validation loss over the steps, in bits per byte, and in nats per token if in proportion.
+def loss_curves(runs: Mapping[str, Sequence[Record]], path: str | AnyPath, *, smooth: int = 0) -> Figure:
+    """Training loss over the steps, raw and smoothed, and validation loss: of one run, or of several in one picture.
+
+    The scale is in bits per byte; a second one is in nats per token where the two are in proportion.
 
     Args:
-      records: metrics with `step`, and `bits_per_byte` and `loss`, or `validation_bits_per_byte`, or all of them.
+      runs: by name, metrics with `step`, and `bits_per_byte` and `loss`, or `validation_bits_per_byte`, or all of them.
+      smooth: the smoothed loss is the mean over so many steps around each; 0: a tenth of the longest run.
     """
-    steps, bits = _required(records, "bits_per_byte")
-    validation_steps, validation = series(records, "validation_bits_per_byte")
-    with picture(path, 6.4, 3.6) as figure:
+    training = {name: _required(records, "bits_per_byte") for name, records in runs.items()}
+    validation = {name: series(records, "validation_bits_per_byte") for name, records in runs.items()}
+    smooth = smooth or max(1, round(max(np.ptp(steps) for steps, _ in training.values()) / 10))
+    means = {name: running_mean(steps, bits, smooth) for name, (steps, bits) in training.items()}
+    with picture(path, 6.4, 3.8) as figure:
         axes = figure.subplots()
-        smooth = running_mean(bits, max(1, len(bits) // 40))
-        axes.plot(steps, bits, color=BLUE, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, smooth, color=BLUE, linewidth=1.6, label=f"training  {smooth[-1]:.3f}")
-        if len(validation):
-            label = f"validation  {validation[-1]:.3f}"
-            axes.plot(validation_steps, validation, "o-", color=VERMILION, markersize=3.5, linewidth=1.2, label=label)
-        axes.set(xlabel="step", ylabel="bits per byte", ylim=_loss_limits(bits, smooth, validation))
+        for name, (colour, dashes) in zip(runs, run_styles(len(runs)), strict=True):
+            steps, bits = training[name]
+            label = f"{name}  {means[name][-1]:.3f}"
+            axes.plot(steps, bits, color=colour, alpha=0.3, linewidth=0.7, zorder=1)
+            (line,) = axes.plot(steps, means[name], color=colour, linestyle=dashes, linewidth=1.6, label=label)
+            steps, bits = validation[name]
+            if len(steps):
+                (points,) = axes.plot(steps, bits, "o:", color=colour, linewidth=0.8, markersize=4.5)
+                points.set_markeredgecolor("white")
+                if len(runs) == 1:
+                    points.set(color=VERMILION, label=f"validation  {bits[-1]:.3f}")
+                else:
+                    line.set_label(f"{label}, validation {bits[-1]:.3f}")
+        raw = [bits for _, bits in training.values()]
+        limits = _loss_limits(raw, list(means.values()), [bits for _, bits in validation.values()])
+        axes.set(xlabel="step", ylabel="bits per byte", ylim=limits)
+        dots = "; dots: validation" if any(len(steps) for steps, _ in validation.values()) else ""
+        axes.set_title(f"line: mean over {smooth:,} steps; faint: as recorded{dots}", fontsize=8, color="#666666")
         axes.legend(frameon=False, loc="upper right")
-        _add_nats_axis(axes, records)
+        _add_nats_axis(axes, [record for records in runs.values() for record in records])
     return figure
 
 
-def running_mean(values: Float[np.ndarray, "n"], reach: int) -> Float[np.ndarray, "n"]:
-    """Mean of the values at most `reach` places away; fewer at the ends."""
+def run_styles(count: int) -> list[tuple[str, str]]:
+    """A colour and dashes for each of so many runs: every colour once before the dashes change."""
+    styles = itertools.cycle(itertools.product(DASHES, RUN_COLOURS))
+    return [(colour, dashes) for dashes, colour in itertools.islice(styles, count)]
+
+
+def running_mean(steps: Num[np.ndarray, "n"], values: Float[np.ndarray, "n"], width: int) -> Float[np.ndarray, "n"]:
+    """Mean of the values at most `width / 2` steps away; fewer at the ends."""
     padded = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
-    first, last = np.maximum(index - reach, 0), np.minimum(index + reach + 1, len(values))
+    first = np.searchsorted(steps, steps - width / 2)
+    last = np.searchsorted(steps, steps + width / 2, side="right")
     return (padded[last] - padded[first]) / (last - first)
 
 
 def _loss_limits(
-    bits: Float[np.ndarray, "n"], smooth: Float[np.ndarray, "n"], validation: Float[np.ndarray, "m"]
+    raw: Sequence[Float[np.ndarray, "_"]],
+    smooth: Sequence[Float[np.ndarray, "_"]],
+    validation: Sequence[Float[np.ndarray, "_"]],
 ) -> tuple[float, float]:
     """Room for all but the fall of the first tenth, which would flatten everything that follows."""
-    shown = np.concatenate([smooth[len(smooth) // 10 :], validation, [bits.min()]])
+    late = [values[len(values) // 10 :] for values in smooth]
+    shown = np.concatenate([*late, *validation, [values.min() for values in raw]])
     margin = 0.05 * max(np.ptp(shown), 0.1)
     return shown.min() - margin, shown.max() + margin
 
@@ -134,84 +165,133 @@ def budget_map(
     spent: Int[np.ndarray, "layers tokens"],
     path: str | AnyPath,
     *,
-    layers: Sequence[int] = (),
-    columns: int = 88,
+    layers: Sequence[int],
+    parts: Mapping[str, int] | None = None,
+    columns: int = 64,
 ) -> Figure:
     """A passage in monospaced rows, every token on a ground as dark as the resources that were spent on it.
 
+    One panel shows the mean over the layers; those below it show layers, at most MOST_PANELS of them, evenly spread.
+    All share one scale, which is fitted to the passage (`fitted_scale`).
+
     Args:
       tokens_text: the text of every token. Spaces stay blank, a line feed shows as an arrow and ends the row.
-      layers: which layers get a panel of their own below that of the mean. All panels share one scale.
+      layers: where in the stack every row of `spent` stands.
+      parts: the number of tokens of each part of the passage, by name and in order; means stand beside the text.
       columns: characters per row.
     """
     if len(tokens_text) != spent.shape[1]:
         raise ValueError(f"{len(tokens_text)} tokens of text, but {spent.shape[1]} of spent resources")
     cells = lay_out(tokens_text, columns)
-    panels = {"mean over layers": spent.mean(0)} | {f"layer {layer}": spent[layer] for layer in layers}
-    # Budgets have long tails: a square root keeps the small ones apart, and the top percent share the darkest tone.
-    norm = PowerNorm(0.5, vmin=0, vmax=max(1.0, float(np.percentile(list(panels.values()), 99))))
+    shown = np.unique(np.linspace(0, len(layers) - 1, min(len(layers), MOST_PANELS)).round().astype(int))
+    panels = {"mean over layers": spent.mean(0)} | {f"layer {layers[row]}": spent[row] for row in shown}
+    colours, norm = fitted_scale(spent)
     num_rows = cells[-1][0] + 1
     height = len(panels) * (0.155 * num_rows + 0.3) + 0.2
-    with picture(path, 0.082 * columns + 1.1, max(1.8, height), **{"axes.grid": False}) as figure:
+    width = 0.082 * columns + (1.9 if parts else 1.3)
+    with picture(path, width, max(1.8, height), **{"axes.grid": False}) as figure:
         grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
         for axes, (title, values) in zip(grid, panels.items(), strict=True):
-            image = _draw_passage(axes, cells, values, columns, norm)
+            _draw_passage(axes, cells, values, columns, colours, norm)
+            _name_rows(axes, cells, values, parts)
             axes.set_title(f"{title}: {values.mean():.2f} resources per token", fontsize=9)
-        _add_scale(figure, image, list(grid), min(1.0, 3.0 / height))
+        _add_scale(figure, colours, norm, list(grid), min(1.0, 3.0 / height))
     return figure
 
 
+def fitted_scale(spent: Int[np.ndarray, "layers tokens"]) -> tuple[ListedColormap, BoundaryNorm]:
+    """A tone for every number of resources that occurs. If these are more than MOST_TONES, there are so many tones,
+    each for about as many tokens. White is for none.
+    """
+    given = spent[spent > 0]
+    edges = np.unique(given).tolist()
+    if len(edges) > MOST_TONES:
+        quantiles = np.quantile(given, np.linspace(0, 1, MOST_TONES + 1)[:-1], method="lower")
+        edges = np.unique(quantiles).tolist()
+    tones = [SPENT_COLOURS(tone) for tone in np.linspace(0.12, 1.0, len(edges))]
+    if (spent == 0).any():
+        # A mean of less than one resource is not nothing.
+        edges, tones = [0, ALMOST_NOTHING, *edges[1:]][: len(tones) + 1], [SPENT_COLOURS(0.0), *tones]
+    return ListedColormap(tones), BoundaryNorm([*edges, int(spent.max()) + 1], len(tones))
+
+
 def lay_out(tokens_text: Sequence[str], columns: int) -> Cells:
-    """(row, column, character, token) of every character of the passage, wrapped at `columns` and after line feeds."""
+    """(row, column, character, token) of every character of the passage, wrapped at `columns` and after line feeds.
+
+    Rows are wrapped between words; only a word longer than a row is broken.
+    """
+    characters = [(character, token) for token, text in enumerate(tokens_text) for character in text]
+    if not characters:
+        raise ValueError("a passage without a character cannot be drawn")
     cells, row, column = [], 0, 0
-    for token, text in enumerate(tokens_text):
-        for character in text:
+    for _, group in itertools.groupby(characters, lambda one: one[0].isspace()):
+        word = list(group)
+        if not word[0][0].isspace() and columns - column < len(word) <= columns:
+            row, column = row + 1, 0
+        for character, token in word:
             if column == columns:
                 row, column = row + 1, 0
             shown = MARKS.get(character, character if character.isprintable() else "·")
             cells.append((row, column, shown, token))
             row, column = (row + 1, 0) if character == "\n" else (row, column + 1)
-    if not cells:
-        raise ValueError("a passage without a character cannot be drawn")
     return cells
 
 
 def _draw_passage(
-    axes: Axes, cells: Cells, values: Num[np.ndarray, "tokens"], columns: int, norm: PowerNorm
-) -> AxesImage:
-    """The passage on its coloured ground. Returns the image, for the colour bar."""
+    axes: Axes, cells: Cells, values: Num[np.ndarray, "tokens"], columns: int, colours: Colormap, norm: BoundaryNorm
+) -> None:
+    """The passage on its coloured ground."""
     ground = np.full((cells[-1][0] + 1, columns), np.nan)
     for row, column, _, token in cells:
         ground[row, column] = values[token]
-    image = axes.imshow(ground, cmap=SPENT_COLOURS, norm=norm, aspect="auto", interpolation="nearest")
+    axes.imshow(ground, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
     for row, column, character, token in cells:
         if character != " ":
             style: dict[str, Any] = {"fontfamily": "monospace", "fontsize": 8.5, "parse_math": False}
-            ink = _ink(SPENT_COLOURS, float(norm(values[token])))
+            ink = _ink(colours(norm(values[token])))
             axes.text(column, row, character, ha="center", va="center_baseline", color=ink, **style)
-    starts = {row: token for row, _, _, token in reversed(cells)}
-    axes.set_yticks(list(starts), [str(token) for token in starts.values()], fontsize=6)
     axes.tick_params(length=0)
     axes.set_facecolor(PAPER)
     axes.set_xticks([])
     axes.spines[:].set_visible(False)
-    return image
 
 
-def _add_scale(figure: Figure, image: AxesImage, panels: list[Axes], shrink: float) -> None:
-    """The colour bar beside all panels."""
-    bar = figure.colorbar(image, ax=panels, extend="max", shrink=shrink, aspect=25, pad=0.015)
-    bar.set_label("resources")
-    largest: Any = image.norm.vmax
-    bar.set_ticks([tick for tick in (0, 1, 2, 5, 10, 20, 50, 100, 200, 500) if tick <= largest])
+def _name_rows(axes: Axes, cells: Cells, values: Num[np.ndarray, "tokens"], parts: Mapping[str, int] | None) -> None:
+    """To the left of the passage: each part with its mean, or the first token of every row."""
+    if not parts:
+        starts = {row: token for row, _, _, token in reversed(cells)}
+        axes.set_yticks(list(starts), [str(token) for token in starts.values()], fontsize=6)
+        return
+    ends = np.cumsum(list(parts.values()))
+    places, labels = [], []
+    for name, first, end in zip(parts, [0, *ends[:-1]], ends, strict=True):
+        rows = [row for row, _, _, token in cells if first <= token < end]
+        places.append((rows[0] + rows[-1]) / 2)
+        labels.append(f"{name}\n{values[first:end].mean():.2f}")
+        edge: dict[str, Any] = {
+            "transform": axes.get_yaxis_transform(),
+            "clip_on": False,
+            "color": "#999999",
+            "linewidth": 0.8,
+        }
+        axes.plot([-0.006, -0.006], [rows[0] - 0.4, rows[-1] + 0.4], **edge)
+    axes.set_yticks(places, labels, fontsize=7.5)
+
+
+def _add_scale(figure: Figure, colours: Colormap, norm: BoundaryNorm, panels: list[Axes], shrink: float) -> None:
+    """The colour bar beside all panels: one field for every tone, of equal size."""
+    bar = figure.colorbar(ScalarMappable(norm, colours), ax=panels, shrink=shrink, aspect=20, pad=0.015)
+    bar.set_label("resources of a token")
+    fields = [(math.ceil(low), math.ceil(high) - 1) for low, high in itertools.pairwise(norm.boundaries)]
+    names = [f"{least}" if least == most else f"{least}–{most}" for least, most in fields]
+    bar.set_ticks([(low + high) / 2 for low, high in itertools.pairwise(norm.boundaries)], labels=names)
     bar.outline.set(linewidth=0.5, edgecolor="#999999")
-    bar.ax.tick_params(length=2)
-    bar.ax.minorticks_off()
+    bar.ax.tick_params(length=0)
 
 
-def _ink(colours: Colormap, tone: float) -> str:
+def _ink(ground: Sequence[float]) -> str:
     """Dark letters on light ground, light letters on dark ground; arithmetic of relative luminance."""
-    luminance = np.dot(colours(tone)[:3], (0.2126, 0.7152, 0.0722))
+    luminance = np.dot(ground[:3], (0.2126, 0.7152, 0.0722))
     return "#1A1A1A" if luminance > 0.45 else "#FFFFFF"
 
 
