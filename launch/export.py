@@ -1,6 +1,7 @@
-"""Writes a checkpoint as safetensors, with its config and a model card.
+"""Writes a checkpoint as safetensors, with its config and a model card; on request with its functions too.
 
     aamoe export --checkpoint=runs/quickstart --output=quickstart-1M
+    aamoe export --checkpoint=runs/quickstart --output=quickstart-1M --format=stablehlo --length=512
     aamoe export --checkpoint=path/to/llama --gin_file=upcycled.gin --output=upcycled
 
 The folder is in the layout of Hugging Face: model.safetensors, config.json, README.md. Every program that takes a
@@ -9,17 +10,22 @@ attention+swiglu. Parameters keep their names and bits.
 
 With an experiment, it is the experiment's model: its parameters are the checkpoint's wherever both have the same, an
 AA-MoE layer taking those of the attention in its place, and random elsewhere.
+
+With --format=stablehlo the folder also has forward.stablehlo, prefill.stablehlo and decode.stablehlo: functions that
+`jax.export` loads without this package. functions.json says what they take and give.
 """
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import jax
 from absl import flags
 
 import aamoe_jax
-from aamoe_jax.config import to_dict
+from aamoe_jax.config import ConfigError, to_dict
+from aamoe_jax.generation.stablehlo import export_functions
 from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
 from aamoe_jax.training.exchange import carried_over, export
 from launch import program
@@ -32,6 +38,10 @@ def define_flags() -> None:
     program.define_experiment_flags()
     flags.DEFINE_string("checkpoint", None, "Run folder, or one checkpoint in it.", required=True)
     flags.DEFINE_enum("which", "latest", ["latest", "best"], "Of a run: the newest, or that of the best validation.")
+    flags.DEFINE_enum("format", "safetensors", ["safetensors", "stablehlo"], "stablehlo: functions for jax.export too.")
+    flags.DEFINE_integer(
+        "length", None, "With --format=stablehlo: tokens of a row; DataConfig.seq_len if not given.", lower_bound=1
+    )
     flags.DEFINE_string("output", None, "Folder that is written; it must not be there.", required=True)
 
 
@@ -84,7 +94,13 @@ def main(argv: list[str]) -> None:
         meta = checkpoint.metadata | {"config": to_dict(config), "step": 0, "validation_loss": None}
         checkpoint = Checkpoint(config, params, 0, meta)
         print(f"new parameters, drawn with seed {seed}: {', '.join(new) or 'none'}")
-    export(checkpoint.params, checkpoint.metadata, model_card(checkpoint, output.name), output)
+    functions = None
+    if FLAGS.format == "stablehlo":
+        length = FLAGS.length or checkpoint.config.data.seq_len
+        functions = functools.partial(export_functions, checkpoint.config.model, checkpoint.params, length=length)
+    elif FLAGS.length is not None:
+        raise ConfigError(f"--length={FLAGS.length}: only the functions of --format=stablehlo have a length")
+    export(checkpoint.params, checkpoint.metadata, model_card(checkpoint, output.name), output, functions)
     print(f"{output}: {parameters(checkpoint):,} parameters of step {checkpoint.step}")
 
 

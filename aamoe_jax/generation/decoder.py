@@ -137,16 +137,7 @@ class Decoder:
         tokens = np.zeros((len(prompts), bucket), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
-        ends, periods = self.params
-        counts = np.asarray(lengths, np.int32)
-        embedded, fixed = _enter(self.plan, self.params, tokens)
-        x, caches = embedded, []
-        for index, period in enumerate(periods):
-            empty = _empty_caches(self.plan, ends, period, len(prompts))
-            scale = np.float32(budget_scale)
-            x, fixed, filled = _prefill_period(self.plan, ends, period, index, x, embedded, fixed, counts, empty, scale)
-            caches.append(filled)
-        return State(caches, jnp.asarray(counts), _last_logits(self.plan, self.params, x, counts))
+        return fill(self.plan, self.params, tokens, np.asarray(lengths, np.int32), budget_scale)
 
     def check_scale(self, budget_scale: float) -> None:
         """Refuses a budget scale that is not a positive number, or larger than static shapes allow for."""
@@ -165,6 +156,24 @@ class Decoder:
         """Draws one more token in every row, and the state after it. `keys` are the rows' own, the same at every
         step."""
         return _next(self.plan, self.params, state, keys, sampling, np.float32(budget_scale))
+
+
+def fill(
+    plan: Plan,
+    params: Parameters,
+    tokens: Int[Array | np.ndarray, "b L"],
+    lengths: Int[Array | np.ndarray, "b"],
+    budget_scale: float,
+) -> State:
+    """The state after prompts that are padded to whole chunks."""
+    (ends, periods), scale = params, np.float32(budget_scale)
+    embedded, fixed = _enter(plan, params, tokens)
+    x, caches = embedded, []
+    for index, period in enumerate(periods):
+        empty = _empty_caches(plan, ends, period, len(tokens))
+        x, fixed, filled = _prefill_period(plan, ends, period, index, x, embedded, fixed, lengths, empty, scale)
+        caches.append(filled)
+    return State(caches, jnp.asarray(lengths), _last_logits(plan, params, x, lengths))
 
 
 _jit = functools.partial(jax.jit, static_argnums=0)
@@ -218,10 +227,10 @@ def _next(
 ) -> tuple[Int[Array, "b"], State]:
     # A draw depends on its row's key and length alone: not on the other rows, nor on how many steps there were.
     drawn = draw(state.logits, jax.vmap(jax.random.fold_in)(keys, state.lengths), sampling)
-    return drawn, _grow(plan, params, state, drawn, scale)
+    return drawn, grow(plan, params, state, drawn, scale)
 
 
-def _grow(plan: Plan, params: Parameters, state: State, tokens: Int[Array, "b"], scale: Scale) -> State:
+def grow(plan: Plan, params: Parameters, state: State, tokens: Int[Array, "b"], scale: Scale) -> State:
     """All blocks over one more token in every row."""
     positions = state.lengths[:, None]
     context = plan.context(jnp.ones_like(positions), positions, scale)
@@ -236,4 +245,4 @@ def _grow(plan: Plan, params: Parameters, state: State, tokens: Int[Array, "b"],
     return State(longer, state.lengths + 1, logits)
 
 
-_append = _jit(_grow, donate_argnames="state")
+_append = _jit(grow, donate_argnames="state")

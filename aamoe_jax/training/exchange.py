@@ -10,7 +10,7 @@ import dataclasses
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,15 @@ def is_exported(path: AnyPath) -> bool:
     return (path / CONFIG).is_file() and ((path / WEIGHTS).is_file() or (path / INDEX).is_file())
 
 
-def export(params: Params, meta: Meta, card: str, folder: AnyPath) -> None:
+def export(
+    params: Params, meta: Meta, card: str, folder: AnyPath, more: Callable[[Path], object] | None = None
+) -> None:
     """Writes a checkpoint as model.safetensors, config.json and README.md.
 
     Args:
       meta: of the checkpoint; it goes into config.json, without what belongs to the files of the checkpoint.
       card: the text of README.md.
+      more: writes what else belongs into the folder, which appears when all of it is there.
 
     Raises:
       ConfigError: the folder is there already.
@@ -68,13 +71,12 @@ def export(params: Params, meta: Meta, card: str, folder: AnyPath) -> None:
         raise ConfigError(f"{folder}: is there already; name a new folder")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _export(params, meta, card, folder)
+        _export(params, meta, card, folder, more)
     except (OSError, safetensors.SafetensorError) as error:
         raise SaveError(f"{folder}: cannot be written ({error}); name another folder") from error
 
 
-def _export(params: Params, meta: Meta, card: str, folder: AnyPath) -> None:
-    """The folder appears when all of it is written."""
+def _export(params: Params, meta: Meta, card: str, folder: AnyPath, more: Callable[[Path], object] | None) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
         written = Path(work, folder.name)
         written.mkdir()
@@ -83,6 +85,8 @@ def _export(params: Params, meta: Meta, card: str, folder: AnyPath) -> None:
         told = {"model_type": MODEL_TYPE} | {name: value for name, value in meta.items() if name not in OF_FILES}
         (written / CONFIG).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
         (written / "README.md").write_text(card, encoding="utf-8")
+        if more is not None:
+            more(written)
         written.rename(folder)
 
 
