@@ -93,9 +93,9 @@ def routed(chip: str, length: int, kernel: dict[int, float]) -> float | None:
     issue = kernel[layout.tile] / fill(layout.tile, PAIRS * window, resources)
     # bfloat16 keys and values in both passes; their float32 gradients are read and written.
     table = resources * M * WIDTH * (2 * 4 + 2 * 8)
-    # Float32 queries in, sums in and out; packed queries and gradients in, gradients of queries in and out. There are
-    # two kinds of query.
-    rows = WIDTH * (2 * 4 + 2 * 4 + 2 * 4 + 2 * 2 * 4)
+    # Queries in, sums in and out; queries with the output's gradient in, gradients of queries in and out. There are two
+    # kinds of query, of bfloat16 at first: sums and gradients are float32.
+    rows = WIDTH * (2 * 2 + 2 * 4 + 2 * 2 * 2 + 2 * 2 * 4)
     return max(PAIRS * CALIBRATION * issue, movement(TPUS[chip], table / window)) + movement(TPUS[chip], rows)
 
 
