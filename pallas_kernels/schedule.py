@@ -13,7 +13,7 @@ from typing import NamedTuple
 DELAY_SLOTS = 4  # bundles after a branch that are issued whether it is taken or not
 _BUNDLE = re.compile(r"^\s*(?:0x)?([0-9a-f]+)\s+(?:(?:LH|LB|LE|PB|PF):?\s*)*:?\s*(>*)\s*\{")
 _LOOP = re.compile(r"^\s*(?:0x)?[0-9a-f]+\s+(?:(?:LH|LE|PB|PF):?\s*)*LB:")
-_EXIT = re.compile(r"scmp[\w.]+ %(\w+), (\d+) /\* loop exit test \*/")
+_EXIT = re.compile(r"%(\w+) = scmp[\w.]+ (?:\(%(\w+)\), )?%(\w+), (\d+) /\* loop exit test \*/")
 _BRANCH = re.compile(r"sbr\.rel.*? target = \$region(\d+)")
 _REGION = re.compile(r"(?:Start|Start/End empty) region (\d+)")
 
@@ -55,12 +55,10 @@ def whole_cycles(text: str) -> int:
     bundles = _bundles(text)
     skipped = _skipped(bundles)
     starts, owner = _nesting(bundles, skipped)
-    trips: list[int] = []
+    counted, trips = _all_trips(bundles, starts, owner), list[int]()
     for number, loop in enumerate(starts):  # those around it come before
-        mine = [bundles[i] for i, which in enumerate(owner) if which == number]
-        exits = [match for line in mine if (match := _EXIT.search(line))]
         around = 1 if loop.parent is None else trips[loop.parent]
-        trips.append(around * (_trips(exits[-1], mine) if exits else 1))
+        trips.append(around * (counted[number] or 1))
     issued = [1 if number is None else 0 if starts[number].conditional else trips[number] for number in owner]
     for branch, start, end in skipped:
         within = owner[branch]
@@ -118,13 +116,11 @@ def parse_loops(text: str) -> tuple[tuple[Loop, ...], list[int]]:
     skipped = _skipped(bundles)
     starts, owner = _nesting(bundles, skipped)
     loops, issued = [], [0] * len(bundles)
-    for number, loop in enumerate(starts):
+    for number, (loop, trips) in enumerate(zip(starts, _all_trips(bundles, starts, owner), strict=True)):
         mine = [i for i, which in enumerate(owner) if which == number]
-        exits = [match for i in mine if (match := _EXIT.search(bundles[i]))]
         always = [
             i for i in mine if not any(loop.start <= branch and start < i < end for branch, start, end in skipped)
         ]
-        trips = _trips(exits[-1], [bundles[i] for i in mine]) if exits else None
         loops.append(Loop(loop.depth, len(always), trips, loop.conditional))
         for i in () if loop.conditional else always:
             issued[i] = 1 if loop.depth == 1 else trips or 1
@@ -154,10 +150,27 @@ def _nesting(bundles: list[str], skipped: list[tuple[int, int, int]]) -> tuple[l
     return starts, owner
 
 
-def _trips(exit_test: re.Match, bundles: list[str]) -> int:
+def _all_trips(bundles: list[str], starts: list[_Open], owner: list[int | None]) -> list[int | None]:
+    """Of every loop; None: known at run time only.
+
+    The test of a loop may have moved into the one that ends it: it then hangs on that one's test.
+    """
+    trips: list[int | None] = [None] * len(starts)
+    for number, loop in enumerate(starts):
+        mine = " ".join(bundles[i] for i, which in enumerate(owner) if which == number)
+        exits = list(_EXIT.finditer(mine))
+        inner = {found[1] for found in exits}
+        for found in exits:
+            of = loop.parent if found[2] in inner else number
+            if of is not None:
+                trips[of] = _trips(found, mine)
+    return trips
+
+
+def _trips(exit_test: re.Match, bundles: str) -> int:
     """The bound of a counter over what a pass adds to it: an unrolled loop counts by more than one."""
-    counter, bound = exit_test.groups()
-    added = re.search(rf"%{counter} = sadd\.s32 (\d+), ", " ".join(bundles))
+    _, _, counter, bound = exit_test.groups()
+    added = re.search(rf"%{counter} = sadd\.s32 (?:\(%\w+\), )?(\d+), ", bundles)
     return -(-int(bound) // int(added.group(1))) if added else int(bound)
 
 

@@ -141,3 +141,13 @@ def test_whole_cycles_are_bundles_times_the_trips_of_all_loops_around_them():
     counted = " 0xbc2   : > {  %p1_p1 = scmp.ge.s32.totalorder %s1_s1, 5 /* loop exit test */ }\n"
     bounded = LISTING.replace(end, counted + end)
     assert schedule.whole_cycles(bounded) == 5 * (sum(issued) + 1) + outside
+
+
+def test_the_test_of_a_loop_may_stand_in_the_loop_that_ends_it():
+    """It then runs where that one's own test says that it is over."""
+    after = "  0xbb   : >> {  %465 = sbr.rel (!%p463_p7)"
+    moved = "%s1_s1 = sadd.s32 (%p463_p7), 2, %s2_s2  ;;  %p1_p1 = scmp.ge.s32.totalorder (%p463_p7), %s1_s1, 10"
+    listing = LISTING.replace(after, f"  0xba   : >> {{  {moved} /* loop exit test */ }}\n{after}")
+    loops, issued = schedule.parse_loops(listing)
+    assert [loop.trips for loop in loops] == [5, 2048, 16]
+    assert schedule.whole_cycles(listing) == 5 * sum(issued) + 3 + 1
