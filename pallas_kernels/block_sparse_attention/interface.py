@@ -157,9 +157,8 @@ def _require_named(block_sizes: BlockSizes | None, implementation: str | None) -
 
 
 def _hide_unknown(pairs: Pairs, resources: int) -> Pairs:
-    """A pair whose resource is not in the table has number R and bias -inf. It is in no tile of `tables.build` or
-    `sorting.build`, and in no row that `dense` shows; a path for which every pair must be in a tile clips the number.
-    """
+    """A pair whose resource is not in the table has number R and bias -inf. It is in no tile of `tables.build` or of
+    `compaction.build`, and in no row that `dense` shows; a path for which every pair must be in a tile clips it."""
     known = (pairs.resource >= 0) & (pairs.resource < resources)
     return pairs._replace(
         resource=jnp.where(known, pairs.resource, resources),

@@ -39,7 +39,7 @@ class Path(Protocol):
         """How it cuts its work; None for sizes that it does not have."""
 
     def tables(self, pairs: Pairs) -> Any:
-        """Integers that forward and backward pass share, from pairs.resource and pairs.count."""
+        """What forward and backward pass share; nothing is differentiated through it."""
 
     def forward(self, inputs: Inputs, tables: Any, start: Partial) -> tuple[Partial, Any]:
         """Adds the routed pairs to `start`; and what `mass` is made of, where it is at hand."""

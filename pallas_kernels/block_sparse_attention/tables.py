@@ -1,6 +1,6 @@
 """From an allocation to tiles: the (token, resource) pairs sorted by resource, padded to whole tiles per resource.
 
-All paths but `tpu.resident` and `tpu.dense` read these tables; `tpu.sorting` makes the same tiles in another form.
+All paths but `tpu.resident` and `tpu.dense` read these tables; `tpu.compaction` makes the same tiles in another form.
 Pairs are numbered token by token, so a slot finds its pair by arithmetic and never by a scatter; tiles name pairs, in
 order of resource and then of token.
 

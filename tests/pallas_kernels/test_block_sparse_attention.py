@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.block_sparse_attention import block_sparse_attention, interface, operation
-from pallas_kernels.block_sparse_attention.tpu import resident, sorting
+from pallas_kernels.block_sparse_attention.tpu import resident
 from pallas_kernels.block_sparse_attention.tpu.layout import Layout
 from pallas_kernels.tpu import BOUNDS_CHECKS
 from tests.pallas_kernels.base import (
@@ -58,7 +58,10 @@ class TestXla(BlockSparseAttentionTest):
 
 class TestPallasTpuResident(TpuAttentionTest):
     implementation = "pallas_tpu_resident"
-    kernels = tuple(f"block_sparse_attention_{name}" for name in ("forward", "forward_running", "mass", "backward"))
+    kernels = (
+        *(f"block_sparse_attention_{name}" for name in ("forward", "forward_running", "mass", "backward")),
+        *("pairs_of_resources", "tiles_of_slots", "slots_of_tiles", "slots_of_tiles"),
+    )
 
     @pytest.mark.parametrize(("heads", "d"), [(5, 256), (3, 64)])
     def test_whole_registers_and_groups_of_heads(self, heads, d):
@@ -95,8 +98,12 @@ class TestPallasTpuResident(TpuAttentionTest):
         path = resident.Path(problem_of(inputs, static), Layout(128, 3, 16, 1, 2, 8))
         unknown = jnp.arange(48 * 3).reshape(48, 3) % 5 == 1
         pairs = inputs.pairs._replace(resource=jnp.where(unknown, len(inputs.key), inputs.pairs.resource))
-        in_tiles = np.unique(np.asarray(sorting.slots(path.tables(pairs), path.layout.tile)))
-        np.testing.assert_array_equal(in_tiles, [*np.flatnonzero(~np.asarray(unknown)), 48 * 3])
+        places, tiles, _ = path.tables(pairs)
+        n, row = np.nonzero(np.asarray(tiles.row)[:, 0] < 8 * 16)
+        token = np.asarray(tiles.row)[n, 0, row] // 8 + np.asarray(places.resource)[n] // len(inputs.key) * 16
+        is_slot = np.asarray(pairs.resource)[token] == np.asarray(tiles.resource)[n, None]
+        assert np.all(is_slot.sum(1) == 1)
+        np.testing.assert_array_equal(np.sort(3 * token + is_slot.argmax(1)), np.flatnonzero(~np.asarray(unknown)))
 
     def test_keys_that_fast_memory_cannot_hold_are_refused(self):
         inputs, static = random_inputs(Shape())

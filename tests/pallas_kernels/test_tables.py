@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels.block_sparse_attention import tables
-from pallas_kernels.block_sparse_attention.tpu import sorting
 
 
 def random_allocation(tokens=60, slots=5, resources=9, seed=0):
@@ -58,31 +57,3 @@ def test_the_bound_cuts_the_last_tokens():
     resource, _ = random_allocation()
     table = tables.build(resource, jnp.full(60, 2, jnp.int32), num_resources=9, max_pairs=31, tile=4)
     assert np.asarray(table.numbering.count).tolist() == [2] * 15 + [1] + [0] * 44
-
-
-@pytest.mark.parametrize("max_pairs", [300, 31])
-@pytest.mark.parametrize("tile", [1, 4, 7, 128])
-@pytest.mark.parametrize("limit", [tables.INT32_MAX, 0])
-def test_sorting_alone_makes_the_same_tiles_and_undoes_them(tile, max_pairs, limit, monkeypatch):
-    """What TPUs do in place of gathers; also where one integer cannot be the sort key."""
-    monkeypatch.setattr(sorting, "INT32_MAX", limit)
-    resource, count = random_allocation()
-    wanted = tables.build(resource, count, num_resources=9, max_pairs=max_pairs, tile=tile, slack=1)
-    found = sorting.build(resource, count, num_resources=9, max_pairs=max_pairs, tile=tile, slack=1)
-    np.testing.assert_array_equal(found.begin, wanted.begin)
-    np.testing.assert_array_equal(found.resource, wanted.resource)
-    token, first, _ = wanted.numbering
-    pair = np.asarray(wanted.pair)
-    token = np.append(token, [60])[np.minimum(pair, len(token))]
-    slot = np.where(pair < max_pairs, 5 * token + pair - np.append(first, [0])[token], 5 * 60)
-    np.testing.assert_array_equal(sorting.slots(found, tile), slot)
-
-    values = np.random.default_rng(1).normal(size=(60, 5)).astype(np.float32)
-    numbers = np.arange(300, dtype=np.int32).reshape(60, 5)
-    tiles = sorting.to_tiles([jnp.asarray(values), jnp.asarray(numbers)], [-np.inf, -1], found, tile)
-    np.testing.assert_array_equal(tiles[0], np.append(values.ravel(), [-np.inf])[slot])
-    np.testing.assert_array_equal(tiles[1], np.append(numbers.ravel(), [-1])[slot])
-    used = np.isin(np.arange(300), slot).reshape(60, 5)
-    # What padding rows hold goes nowhere.
-    back = sorting.from_tiles(jnp.where(tiles[0] > -jnp.inf, tiles[0], 7.0), found, 5)
-    np.testing.assert_array_equal(back, np.where(used, values, 0))

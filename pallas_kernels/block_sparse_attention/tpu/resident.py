@@ -17,16 +17,24 @@ from jaxtyping import Array, Float, Num
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention.block_sizes import BlockSizes
 from pallas_kernels.block_sparse_attention.tile import finite
+from pallas_kernels.block_sparse_attention.tpu import compaction, resident_kernels
 from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
-from pallas_kernels.block_sparse_attention.tpu import resident_kernels, sorting
 from pallas_kernels.block_sparse_attention.tpu.lanes import from_lanes, to_lanes
 from pallas_kernels.block_sparse_attention.tpu.layout import GROUP, Layout
 from pallas_kernels.block_sparse_attention.tpu.resident_kernels import Bounds, Maximum, Tiles
-from pallas_kernels.block_sparse_attention.tpu.sorting import Tables
 from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem
 from pallas_kernels.tpu import LANES, LOG2_E, LOWEST, ROWS, compiled_or_interpreted, round_up
 
 SAFE_SCORE = 30.0  # exp(-2 * 30), the least that the largest weight can be, is far from the smallest float32
+MOST_START = 60.0  # beside sums of exp(60), all weights of a token are less than a rounding
+
+
+class Tables(NamedTuple):
+    """What both passes share."""
+
+    places: compaction.Tables
+    tiles: Tiles  # its biases are less `shift`, as every logarithm in the kernels is
+    shift: Float[Array, "T 1"]  # no weight is above 1 where no |score| exceeds SAFE_SCORE
 
 
 class Path(NamedTuple):
@@ -43,33 +51,35 @@ class Path(NamedTuple):
     def tables(self, pairs: Pairs) -> Tables:
         """Pairs by window of the token, then by resource; an empty tile at the end."""
         problem, layout = self.problem, self.layout
-        window_T = jnp.arange(problem.tokens, dtype=jnp.int32) // layout.tokens
-        resources = problem.resources * layout.windows
-        known = pairs.resource < problem.resources
-        resource = jnp.where(known, pairs.resource + problem.resources * window_T[:, None], resources)
-        return sorting.build(resource, pairs.count, resources, problem.max_pairs, layout.tile, slack=1)
+        bias = jax.lax.stop_gradient(pairs.bias.astype(jnp.float32))  # its gradient is that of `inputs`
+        used = jnp.arange(problem.slots) < pairs.count[:, None]
+        shift = finite(jnp.where(used, bias, -jnp.inf).max(1, keepdims=True, initial=-jnp.inf) + SAFE_SCORE)
+        resources = problem.resources
+        places = compaction.build(pairs.resource, pairs.count, resources, problem.max_pairs, layout)
+        tiles = compaction.to_tiles(bias - shift, pairs.visible, places, resources, layout)
+        return Tables(places, Tiles(places.resource % resources, *tiles), shift)
 
     def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, None]:
         """From the start's sums on. Scores that are known to stay small need no running maximum."""
+        start = start._replace(lse=start.lse - tables.shift)
         # Once for both branches.
         lanes = self._queries(inputs), *(to_lanes(x, self.layout) for x in (inputs.key, inputs.value))
+        given = inputs, lanes, tables, start
         if inputs.max_score is None:
-            return self._forward_running(inputs, lanes, tables, start), None
-        small = inputs.max_score <= SAFE_SCORE
-        branches = self._forward_bounded, self._forward_running
-        return jax.lax.cond(small, *branches, inputs, lanes, tables, start), None
+            whole = self._forward_running(*given)
+        else:
+            small = inputs.max_score <= SAFE_SCORE
+            whole = jax.lax.cond(small, self._forward_bounded, self._forward_running, *given)
+        return whole._replace(lse=whole.lse + tables.shift), None
 
     def _forward_bounded(self, inputs, lanes, tables, start):
-        # What a token's sums are divided by, in logarithms: where no |score| exceeds SAFE_SCORE, a weight is at most 1,
-        # and the largest one of a head at least exp(-2 SAFE_SCORE) over the keys of the window.
-        bias, used = inputs.pairs.bias.astype(jnp.float32), jnp.arange(self.problem.slots) < inputs.pairs.count[:, None]
-        most = jnp.where(used, bias, -jnp.inf).max(1, initial=-jnp.inf)
-        shift = finite(jnp.maximum(most + SAFE_SCORE, start.lse.max(1)))[:, None]
-        inputs = inputs._replace(pairs=inputs.pairs._replace(bias=bias - shift))
-        total = jnp.exp(start.lse - shift)
+        # The largest weight of a head is at least exp(-2 SAFE_SCORE), over the pairs. A start that is far above them is
+        # taken for as much as float32 can hold: beside it they are lost in rounding either way.
+        over = jnp.maximum(start.lse - MOST_START, 0.0)
+        total = jnp.exp(start.lse - over)
         given = inputs, lanes, tables, start.output, total, total
         sums, (rounded, total) = self._run_forward("bounded", *given)
-        return Partial(_divided(sums, rounded), jnp.log(total) + shift)
+        return Partial(_divided(sums, rounded), jnp.log(total) + over)
 
     def _forward_running(self, inputs, lanes, tables, start):
         total = (start.lse > -jnp.inf).astype(jnp.float32)
@@ -80,7 +90,7 @@ class Path(NamedTuple):
 
     def _run_forward(self, maximum: Maximum, inputs: Inputs, lanes, tables: Tables, output, first, total):
         (queries, key, value), layout, shape = lanes, self.layout, inputs.query.shape
-        tiles = self._tiles(inputs.pairs, tables)
+        tiles = tables.tiles
         sums = layout_lib.to_rows(output * total[..., None], layout)
         stats = layout_lib.to_stats(first, total, layout)
 
@@ -94,8 +104,9 @@ class Path(NamedTuple):
 
     def mass(self, inputs: Inputs, tables: Tables, parts: None, lse: Float[Array, "T H"]) -> Float[Array, "T K"]:
         """By scores that are computed once more: it is asked for seldom, and would be dear beside the output."""
-        layout, tiles, key = self.layout, self._tiles(inputs.pairs, tables), to_lanes(inputs.key, self.layout)
-        stats = layout_lib.to_stats(finite(lse), jnp.zeros_like(lse), layout, padding=-LOWEST)  # heads that are padding
+        layout, tiles, key = self.layout, tables.tiles, to_lanes(inputs.key, self.layout)
+        lse = finite(lse - tables.shift)
+        stats = layout_lib.to_stats(lse, jnp.zeros_like(lse), layout, padding=-LOWEST)  # heads that are padding
 
         def window(shares, of_window):
             queries, stats, bounds = of_window
@@ -103,7 +114,7 @@ class Path(NamedTuple):
 
         shares = jnp.zeros_like(stats, shape=(layout.groups, len(tiles.resource), 1, layout.tile))
         shares, _ = jax.lax.scan(window, shares, (self._queries(inputs), stats, self._bounds(tables)))
-        return sorting.from_tiles(shares.sum((0, 2)) / self.problem.heads, tables, self.problem.slots)
+        return self._from_tiles(shares.sum(0) / self.problem.heads, tables)
 
     def _queries(self, inputs: Inputs) -> Num[Array, "n p G V 128"]:
         """Both kinds: in bfloat16 as halves of a word, else one after the other."""
@@ -112,11 +123,11 @@ class Path(NamedTuple):
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
         """Every kernel adds to what there is: no gradient is written twice, and none is left unwritten."""
-        query, query_expert, key, value, pairs, _ = inputs
-        layout, problem, tiles = self.layout, self.problem, self._tiles(pairs, tables)
+        query, query_expert, key, value, *_ = inputs
+        layout, problem, tiles = self.layout, self.problem, tables.tiles
         d_output, lse, delta = cotangents
         packed = jnp.stack([_pack(x, d_output, layout) for x in (query, query_expert)], axis=1)
-        stats = layout_lib.to_stats(lse, delta, layout, padding=-LOWEST)  # no weight, whatever the bias
+        stats = layout_lib.to_stats(lse - tables.shift, delta, layout, padding=-LOWEST)  # no weight, whatever the bias
         d_rows = jnp.stack([layout_lib.to_rows(x, layout) for x in (start.query, start.query_expert)], axis=1)
         key, value, d_key, d_value = (to_lanes(x, layout) for x in (key, value, start.key, start.value))
 
@@ -132,23 +143,20 @@ class Path(NamedTuple):
         d_key, d_value, d_bias = state
         d_query, d_query_expert = (layout_lib.from_rows(x, layout, query.shape) for x in d_rows.swapaxes(0, 1))
         d_key, d_value = (from_lanes(x, layout, problem.heads, problem.d) for x in (d_key, d_value))
-        d_bias = sorting.from_tiles(d_bias.sum((0, 2)), tables, problem.slots)
+        d_bias = self._from_tiles(d_bias.sum(0), tables)
         return Gradients(d_query, d_query_expert, d_key, d_value, start.bias + d_bias)
 
-    def _tiles(self, pairs: Pairs, tables: Tables) -> Tiles:
-        tokens, tile = self.layout.tokens, self.layout.tile
-        arrays = pairs.bias.astype(jnp.float32), pairs.visible.astype(jnp.int32)
-        bias, visible = sorting.to_tiles(arrays, (-jnp.inf, 0), tables, tile)
-        token = sorting.slots(tables, tile) // self.problem.slots
-        row = ROWS * jnp.where(tables.holds(tile), token % tokens, tokens)
-        return Tiles(tables.resource % self.problem.resources, row[:, None], bias[:, None], visible[:, None])
+    def _from_tiles(self, x: Float[Array, "N 1 t"], tables: Tables) -> Float[Array, "T K"]:
+        """0 where a slot has no pair."""
+        found = compaction.from_tiles(x, tables.tiles.row, tables.places, self.problem.resources, self.layout)
+        return found[: self.problem.tokens, : self.problem.slots]
 
     def _bounds(self, tables: Tables) -> Bounds:
         """Of every window."""
-        begin, resources = tables.begin, self.problem.resources
+        (_, resource, begin), resources = tables.places, self.problem.resources
         window = jnp.arange(self.layout.windows) * resources
         first, experts, last = (begin[window + r] for r in (0, self.problem.num_context, resources))
-        first = jnp.where(first < last, first, len(tables.resource) - 1)  # a window without pairs: the empty tile
+        first = jnp.where(first < last, first, len(resource) - 1)  # a window without pairs: the empty tile
         return Bounds(first, experts, jnp.maximum(last - first, 1))
 
     def _run(self, kernel, *arrays, **options):
@@ -169,7 +177,7 @@ def plan(problem: Problem, vmem: int | None = None) -> Path:
     itemsize = problem.dtype.itemsize
     fixed = vmem_bytes(layout._replace(tokens=0), problem.m, itemsize)
     a_token = vmem_bytes(layout._replace(tokens=1), problem.m, itemsize) - fixed
-    most_tokens = (vmem - fixed) // a_token // ROWS * ROWS
+    most_tokens = min((vmem - fixed) // a_token, compaction.most_tokens(vmem, problem.slots)) // ROWS * ROWS
     if most_tokens <= 0:
         raise ValueError(
             f"keys of m={problem.m} rows need {fixed / 2**20:.0f} MiB of VMEM beside the tokens; wanted less than "
