@@ -358,8 +358,7 @@ def _join(tables: Tables, *tiles, layout: Layout, **options) -> Float[Array, "n 
     """See `from_tiles`."""
     arrays = [(pl.BlockSpec(memory_space=pl.ANY), x) for x in tiles]
     results = [(_by_window(tables.wanted), tables.wanted.shape, F32)]
-    given = arrays, results, (INT, F32), {}
-    return _call(_join_kernel, "slots_of_tiles", tables, *given, layout=layout, **options)[0]
+    return _call(_join_kernel, "slots_of_tiles", tables, arrays, results, (INT, F32), {}, layout=layout, **options)[0]
 
 
 def _call(
