@@ -197,4 +197,5 @@ def _files() -> Any:
     for scheme in ("gs", "gcs"):
         fsspec.config.conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the traceback of every error that it also raises
+    logging.getLogger("google.auth").setLevel(logging.ERROR)  # it warns that this is no machine of Google's
     return fsspec.filesystem("gs")
