@@ -120,8 +120,7 @@ class BudgetConfig:
     beta: float | tuple[float, ...] = 4.0
     """Mean number of resources per token: B = beta * L (AA-12). A tuple gives one value per layer (AA-30)."""
     normalizer: BudgetNormalizer = "prefix"
-    """`row`: the paper's softmax over the whole document, which sees the future. `prefix`: over its tokens so
-    far (causal)."""
+    """`row`: the paper's softmax over the whole document, which sees the future. `prefix`: so far (causal)."""
     importance: Importance = "learned"
     """What makes budgets differ. `learned`: w_B . h; `bounded`: the same, within a quarter and 4 times the mean;
     `uniform`: nothing, every token has beta."""
@@ -185,8 +184,7 @@ class AAMoEConfig:
     router_input: Literal["token", "causal_conv"] = "token"
     """What a learned router sees: the token, or a short causal convolution over it and the tokens before (UNI-10)."""
     bias: Literal["log_prob", "none"] = "log_prob"
-    """`log_prob`: log P(i, j) is added to the attention scores (eq 15-16). `none` cuts the gradient to router and
-    budget."""
+    """`log_prob`: log P(i, j) is added to the scores (eq 15-16). `none` cuts the gradient to router and budget."""
     signal: Literal["joint", "context_stopped", "experts_stopped", "separate"] = "joint"
     """What the router learns from (AA-23): one softmax over chunks and experts (`joint`); the same without gradient to
     the scores of one of the two; or a softmax over each of the two for itself (`separate`)."""

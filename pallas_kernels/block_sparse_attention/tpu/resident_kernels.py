@@ -22,11 +22,18 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.block_sparse_attention.tpu.layout import TOTAL, Layout
+from pallas_kernels.block_sparse_attention.tpu.phases import (
+    Phases,
+    Rows,
+    begins,
+    for_rows,
+    in_series,
+    overlapped,
+    row_slice,
+    token_slice,
+)
 from pallas_kernels.tpu import F32, LANES, LOG2_E, ROWS, call, dot
 
-BATCH = 8  # tokens whose sums are read before the first is written: rows of a tile are different tokens
-BETWEEN = 4  # the same, between the products of another tile: more would be moved in the products' way
-UNROLL = 32  # rows in one basic block: enough to hide the latency of a load
 COLUMNS = 256  # tokens whose scores are worked on together: their registers do not spill
 
 Maximum = Literal["bounded", "running"]
@@ -57,93 +64,6 @@ def _copy(semaphores, *pairs) -> None:
         copy.start()
     for copy in copies:
         copy.wait()
-
-
-def _rows(row, size: int = ROWS, scale: int = 1):
-    return pl.ds(row * scale if isinstance(row, int) else pl.multiple_of(row * scale, size), size)
-
-
-def _token(row):
-    return pl.ds(jax.lax.shift_right_logical(row, 3), 1)
-
-
-Body = Callable[[Sequence, Any], None]
-"""body(addresses, first): what is done with a few rows of a tile: their addresses, and the number of the first."""
-
-
-def _for_rows(row_ref, interpret: bool, body: Body) -> None:
-    """All rows of a tile."""
-    step = 1 if interpret else BATCH  # interpreted, every row is compiled as a slice of a whole array
-
-    def several(i, carry):
-        first = pl.multiple_of(i * step, step)
-        body(_addresses(row_ref, first, step), first)
-        return carry
-
-    jax.lax.fori_loop(0, row_ref.shape[-1] // step, several, 0, unroll=1 if interpret else UNROLL // BATCH)
-
-
-def _addresses(row_ref, first, count: int) -> list:
-    view = row_ref.at[0, 0, pl.ds(first, count)]  # addresses in it cost no arithmetic
-    return [view[j] for j in range(count)]
-
-
-class _Rows(NamedTuple):
-    """Addresses of the tokens of a tile, of the next one and of the one before."""
-
-    here: Any
-    after: Any
-    before: Any
-
-
-class _Phases(NamedTuple):
-    """What is done with a tile, in one of two buffers: its tokens are picked, attend, and are added to their sums.
-
-    `attend` calls `between(i, n)` between its products, for every i below n.
-    """
-
-    gather: Callable[[int], Body]
-    attend: Callable[[int, Callable[[int, int], None]], None]
-    accumulate: Callable[[int], Body]
-
-
-def _in_series(rows: _Rows, phases: _Phases, interpret: bool) -> None:
-    _for_rows(rows.here, interpret, phases.gather(0))
-    phases.attend(0, lambda i, n: None)
-    _for_rows(rows.here, interpret, phases.accumulate(0))
-
-
-def _overlapped(rows: _Rows, phases: _Phases, interpret: bool, bounds) -> None:
-    """While a tile attends, the next one is gathered into the other buffer, and the one before it accumulated.
-
-    The first tile that meets context, or experts, has none before it with the same queries: it is gathered alone, and
-    what is then accumulated goes to the padding slot, see `_Blocks.rows`. The last one is accumulated alone.
-    """
-    step, last = pl.program_id(1), pl.num_programs(1) - 1
-    for buffer in range(2):  # a copy of the code for each: the addresses in them are then known
-
-        @pl.when(jax.lax.rem(step, 2) == buffer)
-        def _(buffer=buffer):
-            works = (rows.after, phases.gather(1 - buffer)), (rows.before, phases.accumulate(1 - buffer))
-
-            def between(i: int, n: int) -> None:
-                batches = rows.here.shape[-1] // BETWEEN
-                for row_ref, body in works:
-                    if interpret and i == 0:
-                        _for_rows(row_ref, interpret, body)
-                for batch in () if interpret else range(i * batches // n, (i + 1) * batches // n):
-                    for row_ref, body in works:
-                        body(_addresses(row_ref, batch * BETWEEN, BETWEEN), batch * BETWEEN)
-
-            @pl.when(_begins(step, bounds))
-            def _():
-                _for_rows(rows.here, interpret, phases.gather(buffer))
-
-            phases.attend(buffer, between)
-
-            @pl.when((step == last) | _begins(step + 1, bounds))
-            def _():
-                _for_rows(rows.here, interpret, phases.accumulate(buffer))
 
 
 def _staggered(jobs: Sequence, *stages: Callable[[Any, Any], Any], between: Callable[[int, int], None]) -> list:
@@ -262,9 +182,9 @@ def _forward_kernel(
     def gather(buffer):
         def body(rows, first):
             for j, row in enumerate(rows):
-                queries[buffer, _rows(first + j, ROWS, ROWS), :] = query_ref[0, 0, _rows(row), :]
+                queries[buffer, row_slice(first + j, ROWS, ROWS), :] = query_ref[0, 0, row_slice(row), :]
                 if running:
-                    stats[buffer, pl.ds(first + j, 1), :] = stats_ref[0, _token(row), :]
+                    stats[buffer, pl.ds(first + j, 1), :] = stats_ref[0, token_slice(row), :]
 
         return body
 
@@ -307,23 +227,23 @@ def _forward_kernel(
 
     def accumulate(buffer):
         def body(rows, first):
-            olds = [(sum_ref[0, _rows(row), :], stats_ref[0, _token(row), :]) for row in rows]
+            olds = [(sum_ref[0, row_slice(row), :], stats_ref[0, token_slice(row), :]) for row in rows]
             news = []
             for j, (old, total) in enumerate(olds):
-                mine = _rows(first + j, ROWS, ROWS)
+                mine = row_slice(first + j, ROWS, ROWS)
                 new, more = outputs[buffer, mine, :], stats[buffer, pl.ds(first + j, 1), :]
                 news.append((old * decays[mine, :] + new, more) if running else (old + new, total + more))
             for row, (new, total) in zip(rows, news, strict=True):
-                sum_ref[0, _rows(row), :] = new
-                stats_ref[0, _token(row), :] = total
+                sum_ref[0, row_slice(row), :] = new
+                stats_ref[0, token_slice(row), :] = total
 
         return body
 
-    rows, phases = _Rows(here, after, before), _Phases(gather, attend, accumulate)
+    rows, phases = Rows(here, after, before), Phases(gather, attend, accumulate)
     if running:  # what a tile finds depends on the sums of the one before
-        _in_series(rows, phases, interpret)
+        in_series(rows, phases, interpret)
     else:
-        _overlapped(rows, phases, interpret, bounds)
+        overlapped(rows, phases, interpret, bounds)
 
 
 def _mass_kernel(
@@ -337,10 +257,10 @@ def _mass_kernel(
 
     def gather(rows, first):
         for j, row in enumerate(rows):
-            queries[_rows(first + j, ROWS, ROWS), :] = query_ref[0, 0, _rows(row), :]
-            stats[pl.ds(first + j, 1), :] = stats_ref[0, _token(row), :]
+            queries[row_slice(first + j, ROWS, ROWS), :] = query_ref[0, 0, row_slice(row), :]
+            stats[pl.ds(first + j, 1), :] = stats_ref[0, token_slice(row), :]
 
-    _for_rows(here, interpret, gather)
+    for_rows(here, interpret, gather)
     seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
     lse, bias, jobs = stats[...].T, bias_ref[0], _Job.all_of(layout)
 
@@ -368,7 +288,7 @@ def _backward_kernel(
     group, step, dtype = pl.program_id(0), pl.program_id(1), key_ref.dtype
     tile = bounds[0] + step
 
-    @pl.when(_begins(step, bounds))
+    @pl.when(begins(step, bounds))
     def _():
         _copy(copied, (d_query_in.at[_phase(step, bounds), group], d_query_ref.at[0, 0]))
 
@@ -380,9 +300,9 @@ def _backward_kernel(
     def gather(buffer):
         def body(rows, first):
             for j, row in enumerate(rows):
-                token = packed_ref[0, 0, _rows(row, size, size // ROWS), :]
-                packed[buffer, _rows(first + j, size, size), :] = token
-                stats[buffer, pl.ds(first + j, 1), :] = stats_ref[0, _token(row), :]
+                token = packed_ref[0, 0, row_slice(row, size, size // ROWS), :]
+                packed[buffer, row_slice(first + j, size, size), :] = token
+                stats[buffer, pl.ds(first + j, 1), :] = stats_ref[0, token_slice(row), :]
 
         return body
 
@@ -420,14 +340,14 @@ def _backward_kernel(
 
     def accumulate(buffer):
         def body(rows, first):
-            olds = [d_query_ref[0, 0, _rows(row), :] for row in rows]
-            news = [old + outputs[buffer, _rows(first + j, ROWS, ROWS), :] for j, old in enumerate(olds)]
+            olds = [d_query_ref[0, 0, row_slice(row), :] for row in rows]
+            news = [old + outputs[buffer, row_slice(first + j, ROWS, ROWS), :] for j, old in enumerate(olds)]
             for row, new in zip(rows, news, strict=True):
-                d_query_ref[0, 0, _rows(row), :] = new
+                d_query_ref[0, 0, row_slice(row), :] = new
 
         return body
 
-    _overlapped(_Rows(here, after, before), _Phases(gather, attend, accumulate), interpret, bounds)
+    overlapped(Rows(here, after, before), Phases(gather, attend, accumulate), interpret, bounds)
 
 
 def _query(phase, dtype, layout: Layout) -> Callable[[Any, _Job], Any]:
@@ -456,10 +376,6 @@ def _phase(step, bounds):
     return (bounds[0] + step >= bounds[1]).astype(jnp.int32)  # 0: context, rotated queries; 1: experts
 
 
-def _begins(step, bounds):
-    return (step == 0) | (bounds[0] + step == bounds[1])  # a phase
-
-
 class _Blocks(NamedTuple):
     """Which part of every array a step sees. What stays for many steps has one buffer, or fast memory would not do."""
 
@@ -469,7 +385,7 @@ class _Blocks(NamedTuple):
     def by_tile(self) -> pl.BlockSpec:
         return pl.BlockSpec((1, 1, self.layout.tile), lambda g, s, _, bounds: (bounds[0] + s, 0, 0))
 
-    def rows(self) -> _Rows:
+    def rows(self) -> Rows:
         """Addresses of this tile, the next and the one before. Where a phase begins there is none before: the last of
         all tiles, which is empty, stands in."""
 
@@ -479,11 +395,11 @@ class _Blocks(NamedTuple):
 
             return pl.BlockSpec((1, 1, self.layout.tile), index, memory_space=pltpu.SMEM)
 
-        return _Rows(
+        return Rows(
             in_scalar_memory(lambda step, bounds: bounds[0] + step),
             in_scalar_memory(lambda step, bounds: bounds[0] + jnp.minimum(step + 1, bounds[2] - 1)),
             in_scalar_memory(
-                lambda step, bounds: jnp.where(_begins(step, bounds), self.tiles - 1, bounds[0] + step - 1)
+                lambda step, bounds: jnp.where(begins(step, bounds), self.tiles - 1, bounds[0] + step - 1)
             ),
         )
 
