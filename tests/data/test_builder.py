@@ -152,9 +152,8 @@ class TestResume:
         def __init__(self):
             self.seen: list[bytes] = []
             self.bytes = data.ByteTokenizer()
-
-        def __getattr__(self, name):
-            return getattr(self.bytes, name)
+            for name in ("name", "digest", "vocab_size", "eos_id", "pad_id", "byte_lengths", "decode"):
+                setattr(self, name, getattr(self.bytes, name))
 
         def encode_batch(self, texts):
             return [self.encode(text) for text in texts]

@@ -70,7 +70,7 @@ def test_xpk_is_given_a_command_that_shellcheck_likes():
     (create,) = re.findall(r"^  (xpk .*?)\nfi$", scripts()["xpk_run"], flags=re.DOTALL | re.MULTILINE)
     (command,) = [word for word in shlex.split(create) if word.startswith("--command=")]
     assert not complaints(command.removeprefix("--command=") + "\n")
-    assert "exec python3 -m launch.train" in command
+    assert re.search(r"exec env 'LIBTPU_INIT_ARGS=[^']+' python3 -m launch\.train", command)
 
 
 def test_what_was_unhealthy_is_left_out():
