@@ -1,4 +1,4 @@
-"""What fewer bfloat16 passes in the router's products change: choices, and bits per byte.
+"""What fewer bfloat16 passes in the router's products change: choices, bits per byte.
 
     aamoe router_precision --gin_file=quickstart.gin --seeds=0,1 --output=experiments/results/router_precision.json
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as safetensors, with its config and a model card; on request with its functions too.
+"""Writes a checkpoint as safetensors with a model card, or its functions too.
 
     aamoe export --checkpoint=runs/quickstart --output=quickstart-1M
     aamoe export --checkpoint=runs/quickstart --output=quickstart-1M --format=stablehlo --length=512

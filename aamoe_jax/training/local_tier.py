@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from aamoe_jax.bucket import AnyPath
-from aamoe_jax.config import ConfigError, first_line
+from aamoe_jax.config import ConfigError, first_line, local_path
 from aamoe_jax.files import write_whole
 from aamoe_jax.training import distributed
 from aamoe_jax.training.checkpoints import (

@@ -238,7 +238,13 @@ def test_every_program_refuses_other_addresses(tmp_path):
                 "--output=gs://bucket/x",
             ),
         ): f"--output = 'gs://bucket/x': {HERE}",
-        ("config", ("--gin_param=DataConfig.data_dir = 'abfs://a/b'",)): f"DataConfig.data_dir = 'abfs://a/b': {OTHER}",
+        (
+            "config",
+            (
+                "resolve",
+                "--gin_param=DataConfig.data_dir = 'abfs://a/b'",
+            ),
+        ): f"DataConfig.data_dir = 'abfs://a/b': {OTHER}",
     }
     outcomes = calls_of(list(programs), JAX_PLATFORMS="cpu")
     for call, outcome in zip(programs, outcomes, strict=True):
