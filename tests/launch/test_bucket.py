@@ -244,7 +244,7 @@ def test_every_program_refuses_other_addresses(tmp_path):
                 "resolve",
                 "--gin_param=DataConfig.data_dir = 'abfs://a/b'",
             ),
-        ): f"DataConfig.data_dir = 'abfs://a/b': {OTHER}",
+        ): f"""--gin_param "DataConfig.data_dir = 'abfs://a/b'": DataConfig.data_dir = 'abfs://a/b': {OTHER}""",
     }
     outcomes = calls_of(list(programs), JAX_PLATFORMS="cpu")
     for call, outcome in zip(programs, outcomes, strict=True):
