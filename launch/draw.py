@@ -8,9 +8,7 @@ The budget map shows prose, code and the same code again; --text shows a file, -
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +16,10 @@ from absl import flags
 
 from aamoe_jax.analysis import inspection, pictures
 from aamoe_jax.bucket import AnyPath, location
-from aamoe_jax.config import ConfigError, ExperimentConfig, first_line, from_dict
+from aamoe_jax.config import ConfigError, ExperimentConfig
 from aamoe_jax.data import evaluation_batches, load_tokenizer
 from aamoe_jax.data.tokenizers import Tokenizer
-from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint
+from aamoe_jax.training.checkpoints import Checkpoint, load_checkpoint, load_config
 from aamoe_jax.training.metrics import FILE, read_metrics
 from aamoe_jax.training.resume import FREE_FIELDS
 from experiments.binding import differences, value_of
@@ -58,7 +56,7 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "smooth", 0, "The smoothed loss is a mean over so many steps; 0: a tenth of the longest run.", lower_bound=0
     )
-    flags.DEFINE_string("text", None, "The budget map shows this file instead.")
+    flags.DEFINE_string("text", None, "The budget map shows this file instead; - reads standard input.")
     flags.DEFINE_integer(
         "window", None, "The budget map shows this window of the held-out split instead.", lower_bound=0
     )
@@ -71,20 +69,19 @@ def define_flags() -> None:
 # Losses.
 
 
-def read_config(run_dir: AnyPath) -> ExperimentConfig:
-    """The experiment that a run folder is of."""
-    try:
-        return from_dict(ExperimentConfig, json.loads((run_dir / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--run_dir={run_dir}: no config.json of a run: {first_line(error)}") from error
-
-
-def read_records(run_dir: AnyPath, mixture: Mapping[str, float]) -> list[dict[str, Any]]:
-    """The metrics of a run under the names that the pictures know: figures per layer at the top; losses in validation
-    apart, as means over the datasets by their weights."""
+def read_run(run_dir: AnyPath) -> list[dict[str, Any]]:
+    """The metrics of a run that has trained."""
     metrics = read_metrics(run_dir)
     if not metrics and not (run_dir / FILE).exists():
         raise ConfigError(f"--run_dir={run_dir}: there is no {FILE}; train first, with aamoe train")
+    if not any(record["kind"] != "validation" and "bits_per_byte" in record for record in metrics):
+        raise ConfigError(f"--run_dir={run_dir}: {FILE} has no step of training yet; go on with aamoe train")
+    return metrics
+
+
+def records_of(metrics: Sequence[Mapping[str, Any]], mixture: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Metrics under the names that the pictures know: figures per layer at the top; losses in validation apart, as
+    means over the datasets by their weights."""
     records: list[dict[str, Any]] = []
     validation: dict[int, dict[str, float]] = {}
     for record in metrics:
@@ -92,8 +89,6 @@ def read_records(run_dir: AnyPath, mixture: Mapping[str, float]) -> list[dict[st
             records.append(record | record.get("layers", {}))
         elif record.get("bits_per_byte") is not None:
             validation.setdefault(record["step"], {})[record["dataset"]] = record["bits_per_byte"]
-    if not any("bits_per_byte" in record for record in records):
-        raise ConfigError(f"--run_dir={run_dir}: {FILE} has no step of training yet; go on with aamoe train")
     for step, bits in validation.items():
         mean = np.average(list(bits.values()), weights=[mixture[name] for name in bits])
         records.append({"step": step, "validation_bits_per_byte": float(mean)})
@@ -131,13 +126,7 @@ def read_passage(config: ExperimentConfig, tokenizer: Tokenizer) -> tuple[dict[s
             raise ConfigError(f"--window={FLAGS.window}: the split has {len(windows)} windows, counted from 0")
         return windows[FLAGS.window], {}
     if FLAGS.text is not None:
-        try:
-            text = Path(FLAGS.text).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"--text={FLAGS.text}: cannot be read: {error.strerror}") from error
-        if not text:
-            raise ConfigError(f"--text={FLAGS.text}: is empty")
-        return {"tokens": tokenizer.encode(text)[None]}, {}
+        return {"tokens": tokenizer.encode(program.read_text(FLAGS.text))[None]}, {}
     parts = {name: tokenizer.encode(text.encode()) for name, text in PASSAGE.items()}
     return {"tokens": np.concatenate(list(parts.values()))[None]}, {name: len(part) for name, part in parts.items()}
 
@@ -147,7 +136,10 @@ def draw_budget_map(checkpoint: Checkpoint, path: AnyPath) -> None:
     config = checkpoint.config
     tokenizer = load_tokenizer(config.data.tokenizer)
     row, parts = read_passage(config, tokenizer)
-    row = {name: values[:, : FLAGS.tokens or min(config.data.seq_len, MOST_TOKENS)] for name, values in row.items()}
+    limit, length = FLAGS.tokens or min(config.data.seq_len, MOST_TOKENS), row["tokens"].shape[1]
+    if length > limit:
+        program.warn(f"note: the map shows the first {limit} of {length} tokens (--tokens sets how many)")
+    row = {name: values[:, :limit] for name, values in row.items()}
     tokens = row["tokens"][0]
     if sum(parts.values()) > len(tokens):
         parts = {}  # cut: the row no longer is what they say
@@ -155,6 +147,16 @@ def draw_budget_map(checkpoint: Checkpoint, path: AnyPath) -> None:
     text = [tokenizer.decode(tokens[i : i + 1]).decode("utf-8", "replace") for i in range(len(tokens))]
     layers = inspection.aamoe_layers(config.model)
     pictures.budget_map(text, spent, path, layers=layers, parts=parts)
+
+
+def refuse_unused(mapped: bool) -> None:
+    """Refuses flags of the budget map where there is none."""
+    given = {"text": FLAGS.text, "window": FLAGS.window, "tokens": FLAGS.tokens, "data_dir": FLAGS.data_dir}
+    unused = [] if mapped else [name for name, value in given.items() if value is not None]
+    if unused:
+        raise ConfigError(f"--{unused[0]}={given[unused[0]]}: no budget map is drawn of several runs or without AA-MoE")
+    if FLAGS.data_dir is not None and FLAGS.window is None:
+        raise ConfigError(f"--data_dir={FLAGS.data_dir}: is read with --window alone")
 
 
 def main(argv: list[str]) -> None:
@@ -165,16 +167,20 @@ def main(argv: list[str]) -> None:
         raise ConfigError("give --text or --window, not both: the budget map shows one passage")
     if len(folders) > 1 and FLAGS.output is None:
         raise ConfigError("several --run_dir: give --output=FOLDER for their picture")
-    runs = {folder: read_config(folder) for folder in folders}
-    records = {folder: read_records(folder, dict(config.data.mixture)) for folder, config in runs.items()}
+    metrics = {folder: read_run(folder) for folder in folders}
+    runs = {folder: load_config(folder) for folder in folders}
+    mapped = len(runs) == 1 and bool(runs[folders[0]].model.layers_of("aamoe"))
+    refuse_unused(mapped)
+    records = {folder: records_of(metrics[folder], dict(config.data.mixture)) for folder, config in runs.items()}
     output = location("--output", FLAGS.output) if FLAGS.output else folders[0]
     output.mkdir(parents=True, exist_ok=True)
     drawn = [output / "loss.png"]
     names = names_of(runs) if len(runs) > 1 else ["training"]
     pictures.loss_curves(dict(zip(names, records.values(), strict=True)), drawn[0], smooth=FLAGS.smooth)
-    if len(runs) == 1 and runs[folders[0]].model.layers_of("aamoe"):
+    if mapped:
         drawn += [output / "shares.png", output / "budget_map.png"]
-        pictures.context_expert_share(records[folders[0]], drawn[1])
+        layers = inspection.aamoe_layers(runs[folders[0]].model)
+        pictures.context_expert_share(records[folders[0]], drawn[1], layers=layers)
         draw_budget_map(load_checkpoint(folders[0]), drawn[2])
     for path in drawn:
         print(f"picture {path}")

@@ -86,6 +86,8 @@ what begins with `periods.` has a leading axis over the repetitions of the patte
 
 def main(argv: list[str]) -> None:
     program.refuse_arguments(argv)
+    if FLAGS.length is not None and FLAGS.format != "stablehlo":
+        raise ConfigError(f"--length={FLAGS.length}: only the functions of --format=stablehlo have a length")
     checkpoint, output = load_checkpoint(FLAGS.checkpoint, FLAGS.which), Path(FLAGS.output)
     if FLAGS.gin_file or FLAGS.gin_param:
         config = program.experiment_from_flags()
@@ -98,8 +100,6 @@ def main(argv: list[str]) -> None:
     if FLAGS.format == "stablehlo":
         length = FLAGS.length or checkpoint.config.data.seq_len
         functions = functools.partial(export_functions, checkpoint.config.model, checkpoint.params, length=length)
-    elif FLAGS.length is not None:
-        raise ConfigError(f"--length={FLAGS.length}: only the functions of --format=stablehlo have a length")
     export(checkpoint.params, checkpoint.metadata, model_card(checkpoint, output.name), output, functions)
     print(f"{output}: {parameters(checkpoint):,} parameters of step {checkpoint.step}")
 

@@ -11,7 +11,6 @@ prints a table and writes copying.json. Both go into the run folder unless --out
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +55,6 @@ def define_flags() -> None:
 # The page.
 
 
-def read_text(name: str) -> bytes:
-    """The bytes of a file, or of standard input."""
-    if name == "-" and FLAGS.distributed:
-        raise ConfigError("--text=-: several processes have no common input; give a file that all can read")
-    try:
-        text = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--text={name}: cannot be read: {error.strerror}") from error
-    if not text:
-        raise ConfigError(f"--text={name}: is empty")
-    return text
-
-
 def facts(checkpoint: Checkpoint, inspection: Inspection, text_bytes: int, scale: float) -> list[tuple[str, str]]:
     """What stands at the head of the page, given the bytes of text that the model predicted."""
     model = checkpoint.config.model
@@ -87,7 +73,9 @@ def facts(checkpoint: Checkpoint, inspection: Inspection, text_bytes: int, scale
 
 def read_passage(config: ExperimentConfig) -> tuple[Int[np.ndarray, "L"], list[str]]:
     """The tokens of --text that are shown, and what is to be said of them, which is told on stderr too."""
-    tokens = load_tokenizer(config.data.tokenizer).encode(read_text(FLAGS.text)).astype(np.int32)
+    if FLAGS.text == "-" and FLAGS.distributed:
+        raise ConfigError("--text=-: several processes have no common input; give a file that all can read")
+    tokens = load_tokenizer(config.data.tokenizer).encode(program.read_text(FLAGS.text)).astype(np.int32)
     limit, notes = FLAGS.tokens or config.data.seq_len, []
     if len(tokens) > limit:
         notes.append(f"Cut: the first {limit} of {len(tokens)} tokens are shown (--tokens sets how many).")

@@ -50,6 +50,21 @@ def define_experiment_flags() -> None:
     define_import_flag()
 
 
+def read_text(name: str) -> bytes:
+    """The bytes of the file that --text names, or of standard input.
+
+    Raises:
+      ConfigError: it cannot be read, or is empty.
+    """
+    try:
+        text = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--text={name}: cannot be read: {error.strerror}") from error
+    if not text:
+        raise ConfigError(f"--text={name}: is empty")
+    return text
+
+
 def define_import_flag() -> None:
     """Defines --import, which `run` obeys before the program begins: for programs that build models."""
     flags.DEFINE_multi_string(

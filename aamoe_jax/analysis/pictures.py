@@ -128,10 +128,10 @@ def run_styles(count: int) -> list[tuple[str, str]]:
 
 
 def running_mean(steps: Num[np.ndarray, "n"], values: Float[np.ndarray, "n"], width: int) -> Float[np.ndarray, "n"]:
-    """Mean of the values at most `width / 2` steps away; fewer at the ends."""
+    """Mean over `width` steps around each: from `width / 2` before it to just short of `width / 2` after it."""
     padded = np.concatenate([[0.0], np.cumsum(values)])
     first = np.searchsorted(steps, steps - width / 2)
-    last = np.searchsorted(steps, steps + width / 2, side="right")
+    last = np.searchsorted(steps, steps + width / 2)
     return (padded[last] - padded[first]) / (last - first)
 
 
@@ -298,12 +298,13 @@ def _ink(ground: Sequence[float]) -> str:
 # What it was spent on.
 
 
-def context_expert_share(records: Sequence[Record], path: str | AnyPath) -> Figure:
+def context_expert_share(records: Sequence[Record], path: str | AnyPath, *, layers: Sequence[int]) -> Figure:
     """Shares of pairs and of attention that go to the neighbourhood, to context and to experts; one line per layer.
 
     Args:
       records: metrics with `step` and lists with one share per layer under `pairs_local`, `pairs_context`,
         `pairs_expert`, `mass_local`, `mass_context` and `mass_expert`.
+      layers: their places in the stack.
     """
     with picture(path, 8.4, 4.4) as figure:
         grid = figure.subplots(len(MEASURES), len(KINDS), sharex=True, sharey=True)
@@ -312,9 +313,9 @@ def context_expert_share(records: Sequence[Record], path: str | AnyPath) -> Figu
                 steps, shares = _required(records, f"{measure}_{kind}")
                 colours = layer_colours(shares.shape[1])
                 named = np.linspace(0, len(colours) - 1, min(len(colours), 12)).round()
-                for layer, colour in enumerate(colours):
-                    label = f"layer {layer}" if layer in named else None
-                    axes.plot(steps, shares[:, layer], color=colour, linewidth=1.5, label=label)
+                for i, (layer, colour) in enumerate(zip(layers, colours, strict=True)):
+                    label = f"layer {layer}" if i in named else None
+                    axes.plot(steps, shares[:, i], color=colour, linewidth=1.5, label=label)
             row[0].set_ylabel(measure_title)
         for axes, title in zip(grid[0], KINDS.values(), strict=True):
             axes.set_title(title)

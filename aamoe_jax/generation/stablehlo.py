@@ -24,7 +24,7 @@ from aamoe_jax.model import merge, structure
 
 MANIFEST = "functions.json"
 PLATFORMS = ("cpu", "tpu")
-"""What the programs are lowered for: JAX's own operations, which every device has; no kernel of this package."""
+"""What the programs are lowered for: JAX's own operations, no kernel of this package."""
 
 Flat = dict[str, Array]
 """Arrays by their names, joined by dots."""
@@ -51,7 +51,7 @@ def export_functions(config: ModelConfig, params: dict[str, Any], folder: Path, 
     if length < 1:
         raise ConfigError(f"length = {length}: must be at least 1")
     if (platform := jax.default_backend()) != "cpu":
-        raise ConfigError(f"JAX runs on a {platform}: export with JAX_PLATFORMS=cpu, for any device")
+        raise ConfigError(f"JAX runs on a {platform}: export with JAX_PLATFORMS=cpu, for CPUs and TPUs")
     functions = _functions(dataclasses.replace(config, kernel=None), length)
     (rows,) = export.symbolic_shape("b")
     flat = traverse_util.flatten_dict(params, sep=".")

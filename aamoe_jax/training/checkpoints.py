@@ -50,7 +50,6 @@ FORMAT = 1
 FOLDER = "checkpoints"
 COMMIT = "commit_success.txt"  # Orbax's: the last file of a checkpoint in a bucket
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-
 RETRY_AFTER = (1.0, 5.0)
 """Seconds to wait before a failed read is tried again."""
 POLL_SECONDS = 5.0
@@ -117,8 +116,7 @@ def load_checkpoint(
       CorruptCheckpointError: it is damaged.
       UnreadableCheckpointError: storage or memory failed.
     """
-    directory = _found_by_all(path, which)
-    meta = unanimous(lambda: _read_meta(directory))
+    directory, meta = _found_by_all(path, which)
     config = read_config(directory, meta)
     like = None if place_on is None else abstract_params(config.model, place_on(config))
     return Checkpoint(config, _checked_params(directory, like, meta), meta["step"], meta)
@@ -132,20 +130,22 @@ def load_params(path: str | AnyPath, like: dict[str, Any]) -> tuple[dict[str, An
       CorruptCheckpointError: it is damaged.
       UnreadableCheckpointError: storage or memory failed.
     """
-    directory = _found_by_all(path, "latest")
-    meta = unanimous(lambda: _read_meta(directory))
+    directory, meta = _found_by_all(path, "latest")
     return _checked_params(directory, like, meta), meta
 
 
-def _found_by_all(path: str | AnyPath, which: Which) -> AnyPath:
-    """The folder of one checkpoint. In that of a run that is being trained, processes may find different ones."""
+def load_config(path: str | AnyPath) -> ExperimentConfig:
+    """The experiment of the newest checkpoint in `path`. Raises what `load_checkpoint` does."""
+    return read_config(*_found_by_all(path, "latest"))
+
+
+def _found_by_all(path: str | AnyPath, which: Which) -> tuple[AnyPath, Meta]:
+    """The folder of one checkpoint, or of weights as other programs hold them, and its metadata. In the folder of a
+    run that is being trained, processes may find different ones."""
     found = unanimous(lambda: str(find_checkpoint(location("checkpoint", path), which)))
-    return location("checkpoint", distributed.gather(distributed.unique("checkpoint"), found)[0])
-
-
-def _read_meta(directory: AnyPath) -> Meta:
-    """Of a checkpoint, or of weights as other programs hold them."""
-    return exchange.read_meta(directory) if exchange.is_exported(directory) else read_meta(directory)
+    directory = location("checkpoint", distributed.gather(distributed.unique("checkpoint"), found)[0])
+    read = exchange.read_meta if exchange.is_exported(directory) else read_meta
+    return directory, unanimous(lambda: read(directory))
 
 
 def _checked_params(directory: AnyPath, like: dict[str, Any] | None, meta: Meta) -> dict[str, Any]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
-from aamoe_jax.config import ExperimentConfig, to_dict
 from experiments.program import LONGEST
 from tests.launch.session import calls, calls_of
 
@@ -127,7 +124,6 @@ def test_what_is_wrong_is_named():
 
 
 def test_names_that_are_misspelt_are_met_with_a_suggestion(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(to_dict(ExperimentConfig())))
     (tmp_path / "metrics.jsonl").touch()
     asked = [
         ("config", ["show", "BudgetConfg"]),

@@ -64,18 +64,23 @@ def test_draw_maps_a_text_or_a_window(call_draw, trained, tmp_path, monkeypatch)
     (text, no_parts), (window, none_either), (passage, parts) = drawn
     assert (text, no_parts, none_either) == ("another pa", {}, {})
     assert 0 < len(window) <= SEQ_LEN
+    assert window != passage[: len(window)]
     assert passage == "".join(draw.PASSAGE.values())
     assert parts == {name: len(part) for name, part in draw.PASSAGE.items()}
     with pytest.raises(ConfigError, match="--window=9999: the split has"):
         call_draw(trained, window=9999)
     with pytest.raises(ConfigError, match="--text or --window"):
         call_draw(trained, window=0, text="README.md")
+    with pytest.raises(ConfigError, match="--data_dir=x: is read with --window alone"):
+        call_draw(trained, data_dir="x")
 
 
 def test_draw_compares_runs(call_draw, trained, tmp_path):
     copied = shutil.copytree(trained, tmp_path / "other")
     with pytest.raises(ConfigError, match="several --run_dir: give --output=FOLDER"):
         call_draw(trained, copied)
+    with pytest.raises(ConfigError, match="--tokens=8: no budget map"):
+        call_draw(trained, copied, output=str(tmp_path / "pictures"), tokens=8)
     call_draw(trained, copied, output=str(tmp_path / "pictures"), smooth=2)
     assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["loss.png"]
 
@@ -98,6 +103,6 @@ def test_draw_weighs_the_datasets_of_a_validation(tmp_path):
         {"kind": "validation", "step": 1, "dataset": "books", "bits_per_byte": 5.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    train, validation = draw.read_records(tmp_path, {"code": 3.0, "books": 1.0})
+    train, validation = draw.records_of(draw.read_run(tmp_path), {"code": 3.0, "books": 1.0})
     assert (train["bits_per_byte"], train["spent"]) == (4.0, [3.0])
     assert validation == {"step": 1, "validation_bits_per_byte": 2.0}

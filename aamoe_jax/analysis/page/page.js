@@ -432,16 +432,17 @@
   const numChunks = Math.ceil(count / data.chunk);
 
   function mapPane() {
-    const layer = current(), experts = [...layer.usersOf.keys()].sort((a, b) => a - b);
+    const layer = current(), experts = [...layer.usersOf.keys()].sort((a, b) => a - b), placeOf = new Map(experts.map((expert, place) => [expert, place]));
     const columns = numChunks + experts.length, height = Math.max(1, Math.min(6, Math.floor(640 / count)));
     const canvas = element("canvas", { class: "map", width: 4 * columns, height: height * count, role: "img",
       "aria-label": `Attention of every token of layer ${layer.number} to its chunks and experts; the Token tab has it in figures` });
     canvas.style.height = `${height * count}px`;
-    const columnOf = ({ kind, place }, token) => (kind === "expert" ? numChunks + experts.indexOf(place) : Math.floor((kind === "local" ? token : place) / data.chunk));
+    const columnOf = ({ kind, place }, token) => (kind === "expert" ? numChunks + placeOf.get(place) : Math.floor((kind === "local" ? token : place) / data.chunk));
     const draw = canvas.getContext("2d"), style = getComputedStyle(document.documentElement);
+    const colours = Object.fromEntries(["local", "context", "expert"].map((kind) => [kind, style.getPropertyValue(`--${kind}`).trim()]));
     for (let token = 0; token < count; token++) {
       for (const resource of resources(token)) {
-        draw.fillStyle = style.getPropertyValue(`--${resource.kind}`).trim();
+        draw.fillStyle = colours[resource.kind];
         draw.globalAlpha = 0.15 + 0.85 * Math.sqrt(resource.mass);
         draw.fillRect(4 * columnOf(resource, token), height * token, 4, height);
       }
@@ -452,7 +453,7 @@
       const found = resources(token).filter((resource) => columnOf(resource, token) === column);
       const given = found.map(({ kind, rank, mass }) => `${kind === "local" ? LOCAL_NAME : name}, rank ${rank}, ${percent(mass)} of its attention`);
       state.hovered = token;
-      state.row = found.length ? found[0].rank : null;
+      state.row = focus() === token && found.length ? found[0].rank : null;
       readout.textContent = `Token ${token} (${shown(token)}): ${given.join("; ") || `nothing of ${name}`}.`;
       highlight();
     };
@@ -525,7 +526,7 @@
       button.setAttribute("aria-checked", String(place === state.layer));
       button.tabIndex = place === state.layer ? 0 : -1;
     });
-    paint();
+    if (!state.side) paint();
     drawTotals();
     update();
   }
