@@ -24,6 +24,8 @@ from aamoe_jax.config import ConfigError, first_line, in_bucket
 
 BLOCK = 2**24
 """Bytes that are read at a time where the content does not matter."""
+CONNECT_SECONDS, READ_SECONDS = 30.0, 60.0
+"""How long a request waits for a connection, and for the next bytes of an answer, before it is sent again."""
 
 
 class BucketPath(gpath.PosixGPath):
@@ -192,10 +194,15 @@ def _files() -> Any:
     """The storage, as fsspec sees it. What others write is to be seen at once, by Orbax and JAX too, through epath."""
     # Else every bucket is asked by gRPC for its kind, which needs permissions of its own.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    import aiohttp
     import fsspec
 
+    # Without limits a connection that died without a word would be waited for without end.
+    limits = aiohttp.ClientTimeout(sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS)
     for scheme in ("gs", "gcs"):
-        fsspec.config.conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
+        settings = fsspec.config.conf.setdefault(scheme, {})
+        settings.setdefault("use_listings_cache", False)
+        settings.setdefault("requests_timeout", limits)
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs the traceback of every error that it also raises
     logging.getLogger("google.auth").setLevel(logging.ERROR)  # it warns that this is no machine of Google's
     return fsspec.filesystem("gs")

@@ -101,7 +101,7 @@ def local_path(name: str, path: str | PurePath, wanted: str = "a path") -> Path:
 
 def in_bucket(name: str, path: str | PurePath) -> bool:
     """Whether a path is the address of a bucket; else it is of this machine. Refuses other addresses."""
-    if re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/.*)?", str(path)):
+    if re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/[^*?[]*)?", str(path)):
         return True
     local_path(name, path, "a path or gs://BUCKET/FOLDER")
     return False

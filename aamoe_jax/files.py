@@ -18,7 +18,7 @@ PART_SECONDS = 5.0
 
 
 class SaveError(ConfigError):
-    """A part of the run that could not be written."""
+    """Storage that failed: a part of the run could not be written, or a dataset not copied to here."""
 
 
 def write_whole(path: AnyPath, text: str) -> None:
@@ -34,6 +34,16 @@ def write_whole(path: AnyPath, text: str) -> None:
             _replace(path, text)
     except OSError as error:
         raise SaveError(f"{path} could not be written: {error.strerror}") from error
+
+
+def append(path: AnyPath, text: str) -> None:
+    """Adds text to the end of a file, which need not be there. In a bucket all of it is written anew."""
+    if isinstance(path, BucketPath):
+        path.write_text((path.read_text() if path.exists() else "") + text)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _replace(path: Path, text: str) -> None:
@@ -74,12 +84,12 @@ def remove_folder(path: AnyPath) -> None:
 
 def read_lines(path: AnyPath) -> list[bytes]:
     """The whole lines of a file, without their ends. In a bucket, where nothing can be appended to an object, those of
-    its parts: `metrics.jsonl` is `metrics/00000000.jsonl`, ..., each named after the number of its first line, and
-    those that an earlier part has from there on are superseded."""
+    its parts: `metrics.jsonl` is `metrics/00000-00000000.jsonl`, ..., named after the start of the run that wrote it,
+    and the number of its first line. What earlier starts have from there on is superseded, whenever it was written."""
     if isinstance(path, BucketPath):
         lines: list[bytes] = []
         for part in _parts(path):
-            lines = lines[: _number(part)] + part.read_bytes().split(b"\n")[:-1]
+            lines = lines[: _numbers(part)[1]] + part.read_bytes().split(b"\n")[:-1]
         return lines
     return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
@@ -112,10 +122,7 @@ def open_lines(path: AnyPath, kept: list[bytes]) -> Lines:
     if not isinstance(path, BucketPath):
         write_whole(path, "".join(f"{line.decode()}\n" for line in kept))
         return _File(path)
-    for part in reversed(_parts(path)):  # from the end on: what is left when this is cut short is a run as well
-        if _number(part) >= len(kept):
-            part.unlink(missing_ok=True)
-    return _Parts(path, len(kept))
+    return _Parts(path, max((_numbers(part)[0] + 1 for part in _parts(path)), default=0), len(kept))
 
 
 class _File(Lines):
@@ -137,8 +144,8 @@ class _File(Lines):
 class _Parts(Lines):
     """A run that is killed has every line but those of the last seconds. The last part is written anew with each."""
 
-    def __init__(self, path: BucketPath, count: int):
-        self._path, self._first, self._lines = path, count, list[bytes]()
+    def __init__(self, path: BucketPath, start: int, count: int):
+        self._path, self._start, self._first, self._lines = path, start, count, list[bytes]()
         self._pending, self._written = False, time.monotonic()
 
     def write(self, line: bytes) -> None:
@@ -151,7 +158,7 @@ class _Parts(Lines):
         if not self._pending:
             return
         content = b"".join(self._lines)
-        (self._path.with_suffix("") / f"{self._first:08}{self._path.suffix}").write_bytes(content)
+        (self._path.with_suffix("") / f"{self._start:05}-{self._first:08}{self._path.suffix}").write_bytes(content)
         self._pending, self._written = False, time.monotonic()
         if len(content) >= PART_BYTES:
             self._first, self._lines = self._first + len(self._lines), []
@@ -161,8 +168,10 @@ class _Parts(Lines):
 
 
 def _parts(path: BucketPath) -> list[BucketPath]:
-    return sorted(path.with_suffix("").glob(f"[0-9]*{path.suffix}"), key=_number)
+    return sorted(path.with_suffix("").glob(f"[0-9]*-[0-9]*{path.suffix}"), key=_numbers)
 
 
-def _number(part: BucketPath) -> int:
-    return int(part.stem)
+def _numbers(part: BucketPath) -> tuple[int, int]:
+    """The start that wrote it, and its first line."""
+    start, _, first = part.stem.partition("-")
+    return int(start), int(first)

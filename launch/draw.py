@@ -9,6 +9,7 @@ The budget map shows prose, code and the same code again; --text shows a file, -
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -172,7 +173,7 @@ def main(argv: list[str]) -> None:
     mapped = len(runs) == 1 and bool(runs[folders[0]].model.layers_of("aamoe"))
     refuse_unused(mapped)
     records = {folder: records_of(metrics[folder], dict(config.data.mixture)) for folder, config in runs.items()}
-    output = location("--output", FLAGS.output) if FLAGS.output else folders[0]
+    output = Path(FLAGS.output) if FLAGS.output else folders[0]
     output.mkdir(parents=True, exist_ok=True)
     drawn = [output / "loss.png"]
     names = names_of(runs) if len(runs) > 1 else ["training"]

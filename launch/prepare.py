@@ -21,7 +21,7 @@ from aamoe_jax.bucket import BucketPath, location
 from aamoe_jax.data import DataError, corpora, open_corpus, prepare, text_corpus
 from aamoe_jax.data.builder import Existing
 from aamoe_jax.data.corpora import SPLITS, Corpus
-from aamoe_jax.data.mirror import is_prepared, published
+from aamoe_jax.data.mirror import fetch_prepared, published
 from aamoe_jax.data.stream import stream_dir
 from aamoe_jax.data.tokenizers import load_tokenizer, train_sentencepiece
 from launch import program
@@ -54,16 +54,16 @@ def main(argv: list[str]) -> None:
         raise DataError("--domain: names nothing; name code, books, papers or tfds:NAME")
     if args.document_align < 1:
         raise DataError(f"--document_align={args.document_align}: must be at least 1")
-    if args.text is not None:
-        opened = [text_corpus(args.name, args.text, args.text_field)]
-    else:
-        opened = [open_corpus(name, data_dir=args.data_dir, catalogue_dir=args.tfds_dir) for name in args.domain]
-    spec = args.tokenizer
     folder = location("--data_dir", args.data_dir)
     if args.train_tokenizer is not None and isinstance(folder, BucketPath):
         raise DataError(
             f"--data_dir={folder}: tokenizers are files of this machine: train one into a folder of its own"
         )
+    if args.text is not None:
+        opened = [text_corpus(args.name, args.text, args.text_field)]
+    else:
+        opened = [open_corpus(name, data_dir=args.data_dir, catalogue_dir=args.tfds_dir) for name in args.domain]
+    spec = args.tokenizer
     if args.train_tokenizer is not None:
         spec = train_tokenizer(opened, args.train_tokenizer, data_dir=args.data_dir)
         print(f"tokenizer {spec}")
@@ -104,7 +104,7 @@ def _prepare(corpus: Corpus, data_dir: str, tokenizer_spec: str, document_align:
     start = time.perf_counter()
     tokenizer = load_tokenizer(tokenizer_spec)
     directory = stream_dir(data_dir, corpus.name, tokenizer, document_align)
-    was_there = existing == "keep" and is_prepared(data_dir, directory)
+    was_there = existing == "keep" and fetch_prepared(data_dir, directory)
     metadata = prepare(corpus, data_dir=data_dir, tokenizer=tokenizer, document_align=document_align, existing=existing)
     print(f"{metadata['corpus']:<12}{'documents':>12}{'bytes':>14}{'tokens':>14}{'records':>10}")
     for split in SPLITS:

@@ -25,7 +25,7 @@ from aamoe_jax.data import catalogue, fetch
 from aamoe_jax.data.corpora import SPLITS, Corpus, Split, Survey, builtin_corpus, content_digest, describe, survey
 from aamoe_jax.data.errors import DataError, shown
 from aamoe_jax.data.integrity import write_sums
-from aamoe_jax.data.mirror import is_prepared, local_folder, publish
+from aamoe_jax.data.mirror import fetch_prepared, local_folder, publish, published, require_writable
 from aamoe_jax.data.stream import VERSION, dataset_metadata, read_metadata, stream_dir, stream_name
 from aamoe_jax.data.tokenized import TokenizedBatches
 from aamoe_jax.data.tokenizers import Tokenizer, id_type, load_tokenizer
@@ -194,7 +194,7 @@ def prepare(
     directory = stream_dir(*where)
     batches = TokenizedBatches(directory.parent.with_name(f"{directory.parent.name}.tokenized"), tokenizer)
     remedy = "pass --existing=replace, or another --data_dir"
-    if existing == "keep" and is_prepared(data_dir, directory):
+    if existing == "keep" and fetch_prepared(data_dir, directory):
         metadata = read_metadata(*where, remedy=remedy)
         if metadata["corpus_digest"] != found.digest:
             raise DataError(
@@ -202,6 +202,13 @@ def prepare(
                 f"now has {found.digest} (another Python, or changed files); {remedy}"
             )
         return metadata
+    require_writable(data_dir)
+    if existing == "keep" and directory.is_dir() and published(data_dir, directory) != directory:
+        with contextlib.suppress(DataError):  # a whole one is what could not be copied into the bucket the last time
+            metadata = read_metadata(*where, remedy=remedy)
+            if metadata["corpus_digest"] == found.digest:
+                publish(data_dir, directory)
+                return metadata
     local = str(local_folder(data_dir))
     try:
         if directory.is_dir():
@@ -258,7 +265,7 @@ def ensure_prepared(config: DataConfig) -> None:
     tokenizer = load_tokenizer(config.tokenizer)
     for name, _ in config.mixture:
         directory = stream_dir(config.data_dir, name, tokenizer, config.document_align)
-        if name == "code" and not is_prepared(config.data_dir, directory):
+        if name == "code" and not fetch_prepared(config.data_dir, directory):
             corpus = open_corpus(name, data_dir=config.data_dir)
             prepare(corpus, data_dir=config.data_dir, tokenizer=tokenizer, document_align=config.document_align)
         dataset_metadata(config, name)

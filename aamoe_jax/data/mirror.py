@@ -16,6 +16,7 @@ import filelock
 from aamoe_jax.bucket import BucketPath, location
 from aamoe_jax.data.errors import DataError
 from aamoe_jax.data.integrity import SUMS, forget, verify
+from aamoe_jax.files import SaveError
 
 
 def local_folder(data_dir: str) -> Path:
@@ -27,14 +28,15 @@ def local_folder(data_dir: str) -> Path:
     return Path(cache, "aamoe_jax", "data", str(folder).removeprefix("gs://"))
 
 
-def is_prepared(data_dir: str, directory: Path) -> bool:
-    """Whether a dataset is there. Of a bucket it is copied to here, unless an intact copy is here.
+def fetch_prepared(data_dir: str, directory: Path) -> bool:
+    """Copies a dataset of a bucket to here, unless an intact copy is here. Whether there is one.
 
     Args:
       directory: the dataset, below `local_folder(data_dir)`.
 
     Raises:
-      DataError: the bucket or the copy failed.
+      DataError: there is no such bucket, or no access to it.
+      SaveError: the storage failed.
     """
     source = _in_bucket(data_dir, directory)
     if source is None:
@@ -51,7 +53,8 @@ def publish(data_dir: str, directory: Path) -> None:
     """Copies a dataset into the bucket, in place of the one that is there, where `data_dir` is one.
 
     Raises:
-      DataError: the bucket failed.
+      DataError: there is no such bucket, or no access to it.
+      SaveError: the storage failed.
     """
     target = _in_bucket(data_dir, directory)
     if target is None:
@@ -62,6 +65,21 @@ def publish(data_dir: str, directory: Path) -> None:
         names = (directory / SUMS).read_text(encoding="utf-8").splitlines()
         for name in [*(line.split()[1] for line in names), SUMS]:
             (target / name).upload(directory / name)
+
+
+def require_writable(data_dir: str) -> None:
+    """Writes to a bucket and removes it again, before hours of work go into what is copied there.
+
+    Raises:
+      DataError: there is no such bucket, or no access to it.
+      SaveError: the storage failed.
+    """
+    folder = location("data_dir", data_dir)
+    if isinstance(folder, BucketPath):
+        marker = folder / f".writable-{os.getpid()}"
+        with _failing(marker):
+            marker.write_text("")
+            marker.unlink()
 
 
 def prepared_names(data_dir: str, folder: str, version: str) -> list[str]:
@@ -122,4 +140,5 @@ def _failing(path: BucketPath) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"{error.filename or path}: {error.strerror or error}") from error
+        kind = DataError if isinstance(error, FileNotFoundError | PermissionError) else SaveError
+        raise kind(f"{error.filename or path}: {error.strerror or error}") from error

@@ -15,7 +15,7 @@ from jaxtyping import UInt
 from aamoe_jax.config import DataConfig
 from aamoe_jax.data.errors import DataError, shown
 from aamoe_jax.data.integrity import forget, verify
-from aamoe_jax.data.mirror import is_prepared, local_folder, prepared_names
+from aamoe_jax.data.mirror import fetch_prepared, local_folder, prepared_names
 from aamoe_jax.data.tokenizers import Tokenizer, load_tokenizer
 
 VERSION = "1.1.0"
@@ -85,7 +85,7 @@ def _prepared(config: DataConfig, name: str) -> tuple[Path, dict[str, Any]]:
     tokenizer = load_tokenizer(config.tokenizer)
     where = config.data_dir, name, tokenizer, config.document_align
     directory = stream_dir(*where)
-    if not is_prepared(config.data_dir, directory):
+    if not fetch_prepared(config.data_dir, directory):
         raise DataError(_missing(config, name, tokenizer))
     return directory, read_metadata(*where, remedy=_prepare_again(config, name))
 

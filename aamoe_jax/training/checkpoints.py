@@ -46,8 +46,7 @@ from aamoe_jax.training import distributed, exchange
 from aamoe_jax.training.silence import silence_orbax
 from aamoe_jax.training.state import Placement, TrainState, abstract_params
 
-FORMAT = 1
-FOLDER = "checkpoints"
+FORMAT, FOLDER = 1, "checkpoints"
 COMMIT = "commit_success.txt"  # Orbax's: the last file of a checkpoint in a bucket
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 RETRY_AFTER = (1.0, 5.0)
@@ -160,14 +159,14 @@ def _checked_params(directory: AnyPath, like: dict[str, Any] | None, meta: Meta)
 def find_checkpoint(path: AnyPath, which: Which = "latest") -> AnyPath:
     """The folder of one checkpoint, given that of a run, of its checkpoints, or of itself."""
     if exchange.is_exported(path):
-        if isinstance(path, BucketPath):
-            raise CheckpointError(f"{path} holds safetensors, which are not read from buckets: copy the folder to here")
         return path
     if _is_step(path) and (path / "meta").is_dir():
         return path
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     steps = saved_steps(folder)
     if not steps:
+        if isinstance(path, BucketPath) and (path / exchange.WEIGHTS).is_file():
+            raise CheckpointError(f"{path} holds safetensors, which are not read from buckets: copy the folder to here")
         raise CheckpointError(f"there is no checkpoint in {str(path)!r}: pass a run folder or one of its checkpoints")
     if which == "latest":
         return folder / str(steps[-1])
@@ -290,11 +289,12 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             raise self._failed(error) from error
         if self._writing is None or not self._is_written(self._writing):
             return
-        self._writing, steps = None, self.steps()
-        if not self._supersedes:
+        self._writing = None
+        if not self._supersedes or not distributed.is_first():
             return
+        steps = self.steps()
         kept = {*steps[-self._keep_last :], _best({step: self._losses[step] for step in steps})}
-        for step in set(steps) - kept if distributed.is_first() else ():
+        for step in set(steps) - kept:
             remove_checkpoint(self._directory(step))
 
     def wait(self) -> None:

@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -48,14 +48,16 @@ LLAMA_LAYER = {
 """Names in a layer of Llama's, and in a block here. Matrices are the transposes of each other."""
 
 
-def is_exported(path: AnyPath) -> bool:
-    """Whether a folder holds weights in this layout."""
-    return (path / CONFIG).is_file() and ((path / WEIGHTS).is_file() or (path / INDEX).is_file())
+def is_exported(path: AnyPath) -> TypeGuard[Path]:
+    """Whether a folder of this machine holds weights in this layout."""
+    return (
+        isinstance(path, Path)
+        and (path / CONFIG).is_file()
+        and ((path / WEIGHTS).is_file() or (path / INDEX).is_file())
+    )
 
 
-def export(
-    params: Params, meta: Meta, card: str, folder: AnyPath, more: Callable[[Path], object] | None = None
-) -> None:
+def export(params: Params, meta: Meta, card: str, folder: Path, more: Callable[[Path], object] | None = None) -> None:
     """Writes a checkpoint as model.safetensors, config.json and README.md.
 
     Args:
@@ -76,7 +78,7 @@ def export(
         raise SaveError(f"{folder}: cannot be written ({error}); name another folder") from error
 
 
-def _export(params: Params, meta: Meta, card: str, folder: AnyPath, more: Callable[[Path], object] | None) -> None:
+def _export(params: Params, meta: Meta, card: str, folder: Path, more: Callable[[Path], object] | None) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
         written = Path(work, folder.name)
         written.mkdir()
@@ -90,7 +92,7 @@ def _export(params: Params, meta: Meta, card: str, folder: AnyPath, more: Callab
         written.rename(folder)
 
 
-def read_meta(folder: AnyPath) -> Meta:
+def read_meta(folder: Path) -> Meta:
     """The metadata of a folder, as a checkpoint has it: of a Llama model its config alone.
 
     Raises:
@@ -117,7 +119,7 @@ def read_meta(folder: AnyPath) -> Meta:
     return {"config": to_dict(config), "step": 0, "datasets": datasets}
 
 
-def read_params(folder: AnyPath, meta: Meta, like: Params | None) -> Params:
+def read_params(folder: Path, meta: Meta, like: Params | None) -> Params:
     """The parameters of a folder, with the shardings of `like`; without, on one device. Every process reads all of it.
 
     Raises:
@@ -177,7 +179,7 @@ def carried_over(params: Params, source: ModelConfig, target: ModelConfig, *, se
     return traverse_util.unflatten_dict(flat | found, sep="."), sorted(flat.keys() - found.keys())
 
 
-def llama_config(found: Mapping[str, Any], path: AnyPath) -> ModelConfig:
+def llama_config(found: Mapping[str, Any], path: Path) -> ModelConfig:
     """The stack that computes what a Llama config describes.
 
     Raises:
@@ -211,7 +213,7 @@ def llama_config(found: Mapping[str, Any], path: AnyPath) -> ModelConfig:
     )
 
 
-def _from_llama(tensors: dict[str, np.ndarray], config: ModelConfig, folder: AnyPath) -> dict[str, np.ndarray]:
+def _from_llama(tensors: dict[str, np.ndarray], config: ModelConfig, folder: Path) -> dict[str, np.ndarray]:
     """Llama's tensors under the names of `attention+swiglu`. One table for both ends becomes two: what enters here is
     sqrt(d) times the table, and what leaves is not.
 
@@ -237,14 +239,14 @@ def _from_llama(tensors: dict[str, np.ndarray], config: ModelConfig, folder: Any
     return flat
 
 
-def _read_json(path: AnyPath) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path}: is no JSON object ({error})") from error
 
 
-def _tensors(folder: AnyPath) -> dict[str, Float[np.ndarray, "..."]]:
+def _tensors(folder: Path) -> dict[str, Float[np.ndarray, "..."]]:
     """All tensors of a folder in float32, whose file may be in parts."""
     files = [WEIGHTS]
     if not (folder / WEIGHTS).is_file():

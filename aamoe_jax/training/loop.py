@@ -300,6 +300,7 @@ class Recorder:
         """Records an evaluation."""
         for record in records:
             self._log.write(record)
+        self._log.sync()  # the next line may be long in coming
         self._progress.validation(records)
 
     def _record(self, step: int, metrics: Metrics) -> None:

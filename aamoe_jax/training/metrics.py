@@ -139,11 +139,13 @@ class MetricsLog(contextlib.AbstractContextManager["MetricsLog"]):
             self._trackers = Trackers(config.training.trackers, run_dir, resume_step, to_dict(config))
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        if self._file is not None:
-            with self._saving() if kind is None else contextlib.suppress(OSError):  # which would hide that error
-                self._file.close()
-        if self._trackers is not None:
-            self._trackers.close()
+        try:
+            if self._file is not None:
+                with self._saving() if kind is None else contextlib.suppress(OSError):  # which would hide that error
+                    self._file.close()
+        finally:
+            if self._trackers is not None:
+                self._trackers.close()
 
     def write(self, record: Record) -> None:
         """One record and the time, at once: a run that is killed has its lines."""

@@ -41,8 +41,9 @@ class Profiler(contextlib.AbstractContextManager["Profiler"]):
         self._window, self._run_dir = window, run_dir
         self._local: tempfile.TemporaryDirectory[str] | None = None
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(OSError):  # which would hide that error
+            self.close()
 
     def before(self, step: int) -> None:
         """Starts the trace when the window opens."""
@@ -71,14 +72,11 @@ class Profiler(contextlib.AbstractContextManager["Profiler"]):
                     (session / f"process_{jax.process_index()}.{kind}").write_bytes(file.read_bytes())
 
 
-def serve_profiles(port: int) -> int:
+def serve_profiles(port: int) -> None:
     """Starts JAX's profiler server on this process, which gives traces to whoever can reach its port.
 
     Args:
       port: of process 0; process n listens on the n-th after it.
-
-    Returns:
-      The port of this process.
 
     Raises:
       ConfigError: something else listens there.
@@ -91,4 +89,3 @@ def serve_profiles(port: int) -> int:
         except (OSError, OverflowError) as error:
             raise ConfigError(f"--profiler_port: this process cannot listen on {port}: {error}") from error
     jax.profiler.start_server(port)
-    return port

@@ -58,7 +58,7 @@ def compiling(what: str, *, even_if_quick: bool = False) -> Iterator[None]:
         done.set()
         thread.join()
     if even_if_quick or seconds() > STILL_SECONDS:
-        say(f"compiled {what} in {seconds():.1f} s{', with the cache' if hits else ''}")
+        say(f"compiled {what} in {seconds():.1f} s{', from the cache' if hits else ''}")
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):

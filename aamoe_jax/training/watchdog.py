@@ -12,12 +12,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from aamoe_jax.bucket import AnyPath, BucketPath
+from aamoe_jax.files import append
 from aamoe_jax.training import distributed
 
 FILE = "stacks.{index}.txt"
+UPLOAD_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,19 +105,21 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         )
         print(warning, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr)
+        if not isinstance(self._file, BucketPath):
+            self._keep(warning)
+            return
+        # Storage that does not answer may be what takes so long: it does not keep the process from its end.
+        upload = threading.Thread(target=self._keep, args=(warning,), daemon=True)
+        upload.start()
+        upload.join(UPLOAD_SECONDS)
+
+    def _keep(self, warning: str) -> None:
+        """Appends the warning and the stacks to their file."""
         try:
-            if isinstance(self._file, BucketPath):
-                with tempfile.TemporaryFile("w+") as file:
-                    self._dump(warning, file)
-                    file.seek(0)
-                    self._file.write_text(file.read())
-            else:
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                with self._file.open("a") as file:
-                    self._dump(warning, file)
+            with tempfile.TemporaryFile("w+") as file:
+                print(warning, file=file, flush=True)
+                faulthandler.dump_traceback(file=file)
+                file.seek(0)
+                append(self._file, file.read())
         except OSError as error:
             print(f"warning: {self._file} could not be written: {error.strerror}", file=sys.stderr)
-
-    def _dump(self, warning: str, file: IO[str]) -> None:
-        print(warning, file=file, flush=True)
-        faulthandler.dump_traceback(file=file)

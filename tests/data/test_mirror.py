@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import types
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,14 @@ import pytest
 
 pytest.importorskip("gcsfs", reason="pip install 'aamoe_jax[gcs]'")
 
+import gcsfs.retry
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 
 from aamoe_jax.config import DataConfig
 from aamoe_jax.data import ByteTokenizer, DataError, Stream, dataset_metadata, ensure_prepared, prepare
 from aamoe_jax.data.integrity import SUMS, _checked
 from aamoe_jax.data.mirror import local_folder
+from aamoe_jax.files import SaveError
 from tests.data.helpers import memory_corpus, random_documents
 from tests.fake_gcs import FakeGCS
 
@@ -27,6 +30,11 @@ def server():
         for name, value in running.environment.items():
             patch.setenv(name, value)
         yield running
+
+
+async def at_once(seconds: float) -> None:
+    """In place of the wait before a request is sent again."""
+    del seconds
 
 
 @pytest.fixture
@@ -132,9 +140,27 @@ def test_without_a_bucket_or_storage_there_is_one_line(machine, server, request,
         dataset_metadata(dataclasses.replace(config_of(request), data_dir="gs://no-bucket/data"), "tiny")
     with pytest.raises(DataError, match="no such object, or no bucket 'no-bucket'"):
         write(dataclasses.replace(config_of(request), data_dir="gs://no-bucket/data"))
+    monkeypatch.setattr(gcsfs.retry, "asyncio", types.SimpleNamespace(sleep=at_once))
+    server.fail(1.0, (503,))
+    with pytest.raises(SaveError, match="fails by intention"):
+        dataset_metadata(config_of(request), "tiny")
+    server.fail(0)
     monkeypatch.setattr(server, "denied", True)
     with pytest.raises(DataError, match=r"the storage refuses .* log in"):
         dataset_metadata(config_of(request), "tiny")
+
+
+def test_what_could_not_be_copied_into_the_bucket_is_copied_the_next_time(machine, server, request, monkeypatch):
+    """And not tokenized again."""
+    config = config_of(request)
+    with monkeypatch.context() as patch:
+        patch.setattr("aamoe_jax.data.builder.publish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            write(config)
+    monkeypatch.setattr("aamoe_jax.data.builder._write", None)
+    written = write(config)
+    machine("second")
+    assert dataset_metadata(config, "tiny") == written
 
 
 @pytest.mark.distributed

@@ -132,6 +132,7 @@ class TestPaths:
             "gs:/bucket/run",
             "gs://",
             "gs://Bucket/run",
+            "gs://bucket/run[12]",  # the libraries would take it for a pattern, and remove what fits
             "hdfs://a/b",
         ):
             with pytest.raises(ConfigError, match=r"run_dir = '.*': must be a path or gs://BUCKET/FOLDER; mount other"):
@@ -148,7 +149,7 @@ class TestMetrics:
         assert steps_of(run) == list(range(1, 21))
         parts = server.names("bucket", f"{run.name}/metrics/")
         assert len(parts) > 3
-        assert parts[0].endswith("/metrics/00000000.jsonl")
+        assert parts[0].endswith("/metrics/00000-00000000.jsonl")
 
     def test_steps_that_are_done_again_are_superseded(self, server, run, monkeypatch):
         monkeypatch.setattr(files, "PART_BYTES", 200)
@@ -164,8 +165,22 @@ class TestMetrics:
             assert steps_of(run) == list(range(1, 12))
         assert read_metrics(run)[-1]["again"]
 
+    def test_what_a_former_owner_still_writes_is_superseded(self, run):
+        former = MetricsLog(run, resume_step=0)
+        for step in (1, 2):
+            former.write(record(step))
+        former.sync()
+        with MetricsLog(run, resume_step=2) as log:
+            log.write(record(3))
+            log.sync()
+            for step in (3, 4):
+                former.write(record(step) | {"former": True})
+            former.sync()
+        assert steps_of(run) == [1, 2, 3]
+        assert "former" not in read_metrics(run)[2]
+
     def test_lines_that_cannot_be_read_stay_and_are_told(self, server, run, capfd):
-        server.put("bucket", f"{run.name}/metrics/00000000.jsonl", b'{"kind": "train", "step": 1}\n\0\n')
+        server.put("bucket", f"{run.name}/metrics/00000-00000000.jsonl", b'{"kind": "train", "step": 1}\n\0\n')
         with MetricsLog(run, resume_step=1, expected=1) as log:
             log.write(record(2))
         with MetricsLog(run, resume_step=2, expected=2):

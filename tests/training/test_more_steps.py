@@ -19,7 +19,10 @@ def data(tmp_path_factory) -> DataConfig:
 
 
 def assert_same_run(left, right):
-    assert_same_bits(load_checkpoint(left).params, load_checkpoint(right).params)
+    """The same state, the optimizer's too, and the same records of training."""
+    first, second = load_checkpoint(left), load_checkpoint(right)
+    assert_same_bits(first.params, second.params)
+    assert first.metadata["fingerprints"] == second.metadata["fingerprints"]
     assert [record for record in untimed(left) if record["kind"] == "train"] == [
         record for record in untimed(right) if record["kind"] == "train"
     ]

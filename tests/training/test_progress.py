@@ -60,7 +60,7 @@ class TestCompiling:
             compilation_cache.reset_cache()
         first, second = capsys.readouterr().out.splitlines()
         assert re.fullmatch(r"compiled a sum in \d\.\d s", first)
-        assert re.fullmatch(r"compiled a sum in \d\.\d s, with the cache", second)
+        assert re.fullmatch(r"compiled a sum in \d\.\d s, from the cache", second)
 
     def test_an_error_ends_it_and_other_processes_are_silent(self, capsys, monkeypatch):
         before = threading.active_count()

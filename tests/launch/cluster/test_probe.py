@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from launch.cluster import probe
+from tests.fake_gcs import FakeGCS
 
 HOST = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
     "JAX_PLATFORMS": "cpu",
@@ -52,6 +53,18 @@ def test_a_package_that_does_not_start(monkeypatch):
 def test_an_old_python(monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 9, 1, "final", 0))
     assert probe.python_trouble() == "Python 3.9.1; 3.11 or newer is needed: set --python"
+
+
+def test_a_bucket_is_tried_and_a_host_without_what_it_takes_says_so(monkeypatch):
+    pytest.importorskip("gcsfs", reason="pip install 'aamoe_jax[gcs]'")
+    with FakeGCS("bucket") as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        assert probe.folder_trouble("gs://bucket/run", 1e12) is None
+        assert not server.names("bucket", "")
+    monkeypatch.setitem(sys.modules, "aamoe_jax.bucket", None)
+    trouble = probe.folder_trouble("gs://bucket/run", 0)
+    assert trouble.startswith("the run folder gs://bucket/run cannot be tried: import of aamoe_jax.bucket halted")
 
 
 def test_a_full_disk(tmp_path):
