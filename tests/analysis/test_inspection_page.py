@@ -355,6 +355,14 @@ class TestBrowser:
         assert self.lit("expert") == np.flatnonzero((found.expert[0] == expert).any(-1)).tolist()
         ActionChains(self.browser).click().perform()
         self.assert_shows(token, layer=0)
+        # With another token pinned, what the map points at is read out, and that token's resources stay marked.
+        other = next(one for one in range(len(found.kind[0])) if one != token and found.kind[0, one, rank] == EXPERT)
+        self.script(f"all('.t')[{other}].click()")
+        self.all("#tab-map")[0].click()
+        canvas = self.all("#pane-map canvas")[0]
+        ActionChains(self.browser).move_to_element_with_offset(canvas, place, down).perform()
+        assert self.all("#pane-map .readout")[0].text.startswith(f"Token {token} (")
+        assert self.lit("expert") == []
 
 
 def luminance(colour: str) -> float:
