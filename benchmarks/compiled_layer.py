@@ -13,7 +13,6 @@ other work are left out: `benchmarks.layer_model` adds the kernels.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import re
@@ -21,19 +20,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from aamoe_jax.aamoe.pooled import PooledRouter
-from aamoe_jax.aamoe.resources import available_chunks
-from aamoe_jax.aamoe.router import Heads
-from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig, RouterPrecision
+from aamoe_jax.config import AAMoEConfig, BudgetConfig, ModelConfig
 from aamoe_jax.ledger.compiled import Inputs, Row, Trial
-from aamoe_jax.mixers.base import Context
 from benchmarks import measure
 from experiments.program import command_line, plain_table, publish, start
 from pallas_kernels import aot, schedule
@@ -57,9 +50,6 @@ CONFIG = ModelConfig(
 )
 """The sizes at which kernels are tabled, with the layer of aamoe.gin, and K_max = 32: so many slots are sorted."""
 LAYERS = {"aamoe": ("aamoe",), "dense": ("attention", "feed_forward")}
-ROUTERS = {f"router_{precision}": precision for precision in get_args(RouterPrecision)}
-"""The scores of that layer alone, by `router_precision`."""
-LAYERS |= {name: (name,) for name in ROUTERS}
 KERNELS = ("block_sparse_attention", "gathered_", "dense_attention", "splash")
 """What a `pallas_call` of attention is named like: left out."""
 OTHER_KERNELS = {"local_window": "window", "selection": "selection"}
@@ -126,9 +116,7 @@ class Cost(NamedTuple):
 
 
 def case(name: str, length: int) -> tuple[Callable[..., Any], Any]:
-    """Both passes of one mixer over one row, statistics included, or of a router, for `compile_apart`."""
-    if name in ROUTERS:
-        return router_case(ROUTERS[name], length)
+    """Both passes of one mixer over one row, statistics included, for `compile_apart`."""
     trial = Trial(name, CONFIG)
 
     def step(params: Any, inputs: Inputs, row: Row, cotangent: Any) -> tuple[Any, Any, Any]:
@@ -137,27 +125,6 @@ def case(name: str, length: int) -> tuple[Callable[..., Any], Any]:
 
     params, inputs, row = trial.shapes(1, length)
     return step, (params, inputs, row, inputs.h)
-
-
-def router_case(precision: RouterPrecision, length: int) -> tuple[Callable[..., Any], Any]:
-    """Scores of one row by a pooled router, and the gradients of queries and keys."""
-    layer = dataclasses.replace(CONFIG.aamoe, router_precision=precision)
-    router = PooledRouter(dataclasses.replace(CONFIG, aamoe=layer))
-
-    def step(heads: Heads, row: Row, cotangents: Any) -> Any:
-        context = Context(*row, layer.budget.normalizer, CONFIG.betas[0])
-        chunks = available_chunks(layer, context)[1]
-        scores = lambda heads: router.scores(heads.h, heads, chunks, context)[:2]  # noqa: E731
-        found, pull_back = jax.vjp(scores, heads)
-        return found, pull_back(cotangents)
-
-    shape, token = jax.ShapeDtypeStruct, (CONFIG.num_heads, CONFIG.head_dim)
-    tokens = shape((1, length, *token), CONFIG.dtype)
-    expert = shape((layer.num_experts, layer.chunk_size, *token), CONFIG.dtype)
-    heads = Heads(shape((1, length, CONFIG.d_model), CONFIG.dtype), *(tokens,) * 4, expert, expert)
-    kinds = length // layer.chunk_size, layer.num_experts
-    cotangents = tuple(shape((1, length, kind), jnp.float32) for kind in kinds)
-    return step, (heads, (shape((1, length), jnp.int32),) * 2, cotangents)
 
 
 def parse(text: str) -> Program:
@@ -326,7 +293,6 @@ def report(record: dict[str, Any]) -> str:
 def define_flags() -> None:
     """The flags of this program."""
     flags.DEFINE_list("chips", ["v5e", "v6e"], f"Which of {', '.join(TPUS)}.")
-    flags.DEFINE_list("layers", ["aamoe", "dense"], f"Which of {', '.join(LAYERS)}.")
     flags.DEFINE_list("lengths", ["2048", "8192"], "L: tokens of the one row.")
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.", required=True)
 
@@ -335,7 +301,7 @@ def main() -> None:
     path, versions = Path(FLAGS.output), measure.machine()["versions"]
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     done = {(row["chip"], row["layer"], row["length"]) for row in rows}
-    wanted = [(chip, layer, int(length)) for length in FLAGS.lengths for chip in FLAGS.chips for layer in FLAGS.layers]
+    wanted = [(chip, layer, int(length)) for length in FLAGS.lengths for chip in FLAGS.chips for layer in LAYERS]
     for key in wanted:
         if key not in done:
             rows.append(measured(*key))

@@ -166,6 +166,8 @@ def report(results: Mapping[str, Sequence[Result]], choices: Sequence[Mapping[st
 
 @comparison
 def main() -> None:
+    if jax.default_backend() != "cpu":
+        raise ConfigError("this program imitates a TPU on a CPU: set JAX_PLATFORMS=cpu")
     experiments = configs(STUDY, FLAGS.gin_file, FLAGS.gin_param, FLAGS.steps)
     seeds, work_dir = seeds_of(FLAGS.seeds), Path(FLAGS.work_dir)
     if PRECISIONS[0] not in FLAGS.precision:

@@ -30,18 +30,33 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "
 """The smallest slice of every chip; any other name that the compiler knows will do in its place."""
 
 GPUS = {
-    "h100": {"name": "NVIDIA H100 80GB HBM3", "bytes": 85_000_000_000, "bytes_per_second": 3_350_000_000_000},
-    "h200": {"name": "NVIDIA H200", "bytes": 144_000_000_000, "bytes_per_second": 4_800_000_000_000},
-    "b200": {"name": "NVIDIA B200", "bytes": 180_000_000_000, "bytes_per_second": 8_000_000_000_000},
+    "h100": {
+        "name": "NVIDIA H100 80GB HBM3",
+        "major": 9,
+        "cores": 132,
+        "l2_bytes": 52_428_800,
+        "bytes": 85_000_000_000,
+        "bytes_per_second": 3_350_000_000_000,
+    },
+    "h200": {
+        "name": "NVIDIA H200",
+        "major": 9,
+        "cores": 132,
+        "l2_bytes": 52_428_800,
+        "bytes": 144_000_000_000,
+        "bytes_per_second": 4_800_000_000_000,
+    },
+    "b200": {
+        "name": "NVIDIA B200",
+        "major": 10,
+        "cores": 148,
+        "l2_bytes": 132_120_576,
+        "bytes": 180_000_000_000,
+        "bytes_per_second": 8_000_000_000_000,
+    },
 }
-"""The SXM modules, by their data sheets. A Hopper is compiled as sm_90a, a B200 as sm_100a."""
-
-GPU_CORES = {
-    "h100": {"major": 9, "cores": 132, "l2_bytes": 52_428_800},
-    "h200": {"major": 9, "cores": 132, "l2_bytes": 52_428_800},
-    "b200": {"major": 10, "cores": 148, "l2_bytes": 132_120_576},
-}
-"""Compute capability, multiprocessors and second-level cache."""
+"""The SXM modules, by their data sheets: compute capability, multiprocessors, second-level cache and HBM. A Hopper is
+compiled as sm_90a, a B200 as sm_100a."""
 
 GPU_TARGET = """
 gpu_device_info {{
@@ -100,7 +115,7 @@ def topology(chip: str) -> topologies.TopologyDescription:
     if chip not in GPUS:
         return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES.get(chip, chip))
     one = "1x1x1"
-    target = GPU_TARGET.format(**GPUS[chip], **GPU_CORES[chip])
+    target = GPU_TARGET.format(**GPUS[chip])
     return topologies.get_topology_desc(platform="cuda", topology_name=one, topology=one, target_config=target)
 
 
@@ -126,12 +141,15 @@ def compile_apart(chip: str, case: str, options: dict[str, Any], dump_to: Path |
     command = [sys.executable, "-m", "pallas_kernels.aot", chip, case, json.dumps(options)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     if result.returncode != 0:
-        raise CompileError(f"{case} {options} for {chip}: {_last_words(result.stderr)}")
+        raise CompileError(f"{case} {options} for {chip}: {_last_words(result.stderr, result.returncode)}")
     return Compiled(**json.loads(result.stdout.splitlines()[-1]))
 
 
-def _last_words(stderr: str) -> str:
-    """The exception and what follows it; without a traceback, the last lines."""
+def _last_words(stderr: str, status: int) -> str:
+    """The exception and what follows it; without a traceback, the last lines; where there are none, as of a
+    process that is killed for memory, its exit status."""
+    if not stderr.strip():
+        return f"the compiler ended with exit status {status} and said nothing"
     lines = stderr.splitlines()
     raised = [i for i, line in enumerate(lines) if line and not line[0].isspace() and "Error" in line.split(":")[0]]
     return "\n".join(lines[raised[-1] if raised else -5 :])[:2000]

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import jaxprs_in_params
 
 from pallas_kernels import aot, chips, schedule
 from pallas_kernels.block_sparse_attention import BlockSizes, Pairs, block_sparse_attention, interface
@@ -122,11 +122,8 @@ def kernel_calls(jaxpr: Any) -> Iterator[Any]:
             if not equation.params["interpret"]:
                 yield equation
             continue
-        for inner in jax.tree.leaves(list(equation.params.values())):
-            if isinstance(inner, ClosedJaxpr):
-                yield from kernel_calls(inner.jaxpr)
-            elif isinstance(inner, Jaxpr):
-                yield from kernel_calls(inner)
+        for inner in jaxprs_in_params(equation.params):
+            yield from kernel_calls(inner)
 
 
 def both_passes(implementation: str, shape: Shape, block_sizes: BlockSizes) -> Callable[..., Any]:
@@ -158,17 +155,20 @@ def by_time(implementation: str, shape: Shape, sizes: Sequence[BlockSizes], roun
     """The median of `rounds`, each of which runs every candidate once: what disturbs the machine disturbs all.
 
     Raises:
-      ValueError: the implementation would be interpreted here.
+      ValueError: the implementation would be interpreted here, or gets another in its place: "pallas_gpu" where there
+        is no Hopper GPU.
     """
     if implementation.startswith("pallas_tpu") and jax.default_backend() != "tpu":
         raise ValueError(f"implementation={implementation!r} is interpreted on a {jax.default_backend()}: name a chip")
+    if implementation == "pallas_gpu" and not chips.takes_gpu_kernels(wanted := f"implementation={implementation!r}"):
+        raise ValueError(f"{wanted} gets 'xla' here: nothing to tune")
     given, calls, refused = arguments(shape), {}, []
     for candidate in sizes:
         try:
             calls[candidate] = jax.jit(both_passes(implementation, shape, candidate)).lower(*given).compile()
             jax.block_until_ready(calls[candidate](*given))
         except (ValueError, jax.errors.JaxRuntimeError) as error:
-            refused.append(Result(candidate, None, str(error).splitlines()[0][:200]))
+            refused.append(Result(candidate, None, _first_line(str(error))))
     times: dict[BlockSizes, list[float]] = {candidate: [] for candidate in calls}
     for _, (candidate, call) in itertools.product(range(rounds), calls.items()):
         start = time.perf_counter()
@@ -200,7 +200,7 @@ def by_schedule(chip: str, implementation: str, shape: Shape, sizes: Sequence[Bl
             try:
                 known[compiled] = nanoseconds_a_pair(chip, implementation, shape, compiled, _pairs_a_step(path))
             except aot.CompileError as error:
-                known[compiled] = str(error).partition(f" for {chip}: ")[2].splitlines()[0][:200]
+                known[compiled] = _first_line(str(error).split(f" for {chip}: ", 1)[-1])
         found = known[compiled]
         if isinstance(found, str):
             results.append(Result(candidate, None, found))
@@ -209,6 +209,11 @@ def by_schedule(chip: str, implementation: str, shape: Shape, sizes: Sequence[Bl
         times = dispatch.modelled(problem, shape.chunks, chip, {name: path}, costs)
         results.append(Result(candidate, times[name] / 1e6))
     return results
+
+
+def _first_line(reason: str) -> str:
+    """Of an error, which may have none."""
+    return next((line for line in reason.splitlines() if line.strip()), "no reason is given")[:200]
 
 
 def _pairs_a_step(path: Any) -> float:
@@ -269,6 +274,7 @@ def tuned(implementation: str, shape: Shape, chip: str | None, rounds: int) -> d
     with chips.assume(chip) if chip else contextlib.nullcontext():
         sizes = candidates(implementation, shape)
     if chip:
+        aot.require_compiler(chip)
         version = importlib.metadata.version("libtpu")
         how = f"Modelled from the compiler's schedule, one core of a {chip}, libtpu {version}"
         found = by_schedule(chip, implementation, shape, sizes)
@@ -286,6 +292,20 @@ def tuned(implementation: str, shape: Shape, chip: str | None, rounds: int) -> d
     }
 
 
+def _make_room(output: Path) -> None:
+    """Makes the folder of `output`.
+
+    Raises:
+      ValueError: there can be no such file.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output={output}: its folder cannot be made: {error.strerror}") from error
+    if output.is_dir():
+        raise ValueError(f"--output={output} is a folder; wanted a file")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--implementation", required=True, help=f"one of {', '.join(interface.PLANS)}")
@@ -296,6 +316,8 @@ def main() -> None:
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     given = parser.parse_args()
     try:
+        if given.output is not None:
+            _make_room(given.output)  # now, not after minutes of compiling
         shape = Shape(**{field.name: vars(given)[field.name] for field in dataclasses.fields(Shape)})
         if given.implementation not in interface.PLANS:
             raise ValueError(f"--implementation={given.implementation}: there are {', '.join(interface.PLANS)}")

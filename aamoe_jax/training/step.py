@@ -62,11 +62,14 @@ def make_train_step(
         byte_lengths=byte_lengths,
     )
     everywhere = PartitionSpec()
-    gradients_of = over_mesh(compute, placement, (placement.params, everywhere), everywhere, everywhere)
+    each = config.training.log_every == 1  # known while tracing: there is nothing to choose in a step
+    more = (everywhere,) if each else (everywhere, everywhere)
+    gradients_of = over_mesh(compute, placement, (placement.params, everywhere), *more)
     weights = loss_weights(config.model)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        given = weights | {"sparsity_loss": state.sparsity_weight}, is_logged(state.step + 1, config.training)
+        with_mass = () if each else (is_logged(state.step + 1, config.training),)
+        given = weights | {"sparsity_loss": state.sparsity_weight}, *with_mass
         gradients, metrics = gradients_of(state.params, batch, *given)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         # The optimizer's own count, which leaves out the steps that were skipped.

@@ -76,8 +76,9 @@ def block_sparse_attention(
       max_score: what no |scale * q . k| exceeds, where norms of queries and keys say so; not differentiated. Where it
         is small, kernels need not look for the largest score. It must not depend on the tokens: what a token gets
         would, by a rounding, depend on later ones. None: unknown.
-      with_mass: whether the mass is wanted, which most steps of a training run do without. Where it is not, mass is 0
-        and costs nothing. A traced value chooses while the program runs: nothing is compiled again.
+      with_mass: whether the mass is wanted, which most steps of a training run do without. Where it is not, mass is
+        0, and what is computed for it alone is left out. A traced value chooses while the program runs: nothing is
+        compiled again.
       row_chunks: chunks of one row, where a batch of rows lies flat and no token meets another row's chunks; None: one
         row. Nothing but the choice of implementation depends on it.
       implementation: a name in IMPLEMENTATIONS; or "pallas_tpu", the fastest of the three for TPUs by `tpu.dispatch`.

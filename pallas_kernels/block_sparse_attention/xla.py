@@ -141,7 +141,7 @@ def _both_kinds(query: Float[Array, "T H d"], query_expert: Float[Array, "T H d"
 
 
 def plan(problem: Problem) -> Path:
-    """Rows a tile and tiles a step, from static shapes: measured on a CPU, where padding costs as much as work. Of more
+    """Rows a tile and tiles a step, from static shapes: chosen for a CPU, where padding costs as much as work. Of more
     rows than keys a tile has no use: what it spares in reading keys is less than reading the queries."""
     rows = problem.max_pairs / problem.resources
     sizes = problem.block_sizes

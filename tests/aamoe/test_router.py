@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import jaxprs_in_params
 
 from aamoe_jax.aamoe.resources import representation_tensor
 from aamoe_jax.aamoe.router import Heads, LearnedRouter
@@ -104,9 +104,8 @@ def precisions(jaxpr) -> list:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             found.append(equation.params["precision"])
-        for inner in jax.tree.leaves(list(equation.params.values())):
-            inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-            found += precisions(inner) if isinstance(inner, Jaxpr) else []
+        for inner in jaxprs_in_params(equation.params):
+            found += precisions(inner)
     return found
 
 

@@ -168,7 +168,7 @@ def test_what_is_done_is_kept_and_the_rest_is_compiled(tmp_path, monkeypatch):
         return {"chip": chip, "layer": layer, "length": length, "parts": {"tables": 2.0}}
 
     monkeypatch.setattr(compiled_layer, "measured", measured)
-    flags = {"output": str(output), "chips": ["v5e"], "lengths": ["256"], "layers": ["aamoe", "dense"]}
+    flags = {"output": str(output), "chips": ["v5e"], "lengths": ["256"]}
     monkeypatch.setattr(compiled_layer, "FLAGS", type("Flags", (), flags))
     compiled_layer.main()
     assert compiled == [("v5e", "dense", 256)]

@@ -166,9 +166,9 @@ def test_what_could_not_be_copied_into_the_bucket_is_copied_the_next_time(machin
 @pytest.mark.distributed
 def test_sixty_four_megabytes_are_the_same_on_both_sides(server, machine, request):
     config = config_of(request)
-    text = np.random.default_rng(0).integers(97, 123, 2**25, np.uint8).tobytes()
+    text = np.random.default_rng(0).integers(0, 128, 2**26 - 2**20, np.uint8).tobytes()  # more would be two files
     documents = random_documents()
-    documents["train"] = [(str(start), text[start : start + 2**20]) for start in range(0, 2**25, 2**20)]
+    documents["train"] = [(str(start), text[start : start + 2**20]) for start in range(0, len(text), 2**20)]
     write(config, documents)
     (name,) = (name for name in server.names("bucket", request.node.name) if "train" in name and "array_record" in name)
     assert len(server.objects["bucket"][name].data) > 64_000_000

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from aamoe_jax.config import ExperimentConfig, to_dict
+from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
 from aamoe_jax.model import LanguageModel, split
 from experiments import router_precision
 from tests.aamoe.helpers import model_config
@@ -63,6 +63,12 @@ def test_products_that_ask_for_nothing_less_are_exact(operands):
         for precision in (None, "highest"):
             found = jax.jit(lambda x, y, p=precision: jnp.matmul(x, y, precision=p))(x, y)
             np.testing.assert_allclose(found, x.astype(np.float64) @ y, atol=3e-5)
+
+
+def test_elsewhere_than_on_a_cpu_it_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(ConfigError, match="imitates a TPU on a CPU: set JAX_PLATFORMS=cpu"):
+        router_precision.main()
 
 
 def test_choices_change_where_the_products_do():

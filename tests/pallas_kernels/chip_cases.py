@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.block_sparse_attention import Pairs, block_sparse_attention
+from pallas_kernels.block_sparse_attention.tpu import compaction, resident, resident_kernels
 from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
-from pallas_kernels.block_sparse_attention.tpu import resident, resident_kernels
 from pallas_kernels.tpu import LANES, ROWS
 
 RESOURCES, TILES = 32, 64
@@ -52,6 +52,20 @@ def kernel(
     maximum = {"forward": "bounded", "forward_running": "running"}[name]
     arrays = shape((kinds, *rows), words), table, table, by_tile(rows), stats, tiles, bounds
     return functools.partial(resident_kernels.forward, maximum=maximum, **options), arrays
+
+
+def tables(*, tokens: int, heads: int, tile: int, d: int = 128, slots: int = 16, resources: int = 160):
+    """Tiles of two windows of `tokens` each, and a value of every pair back to its slot."""
+    layout = layout_lib.choose(2 * tokens, heads, d, rows=0.0, most_tokens=tokens)._replace(tile=tile)
+
+    def there_and_back(resource, count, bias, visible):
+        places = compaction.build(resource, count, resources, 2 * tokens * slots, layout)
+        row, bias, visible = compaction.to_tiles(bias, visible, places, resources, layout)
+        return row, visible, compaction.from_tiles(bias, row, places, resources, layout)
+
+    by_slot = [jax.ShapeDtypeStruct((2 * tokens, slots), kind) for kind in (INT, F32, INT)]
+    resource, bias, visible = by_slot
+    return there_and_back, (resource, jax.ShapeDtypeStruct((2 * tokens,), INT), bias, visible)
 
 
 def attention(*, tokens: int, heads: int, d: int, m: int, experts: int, rows: int, dtype: str = "bfloat16"):

@@ -1,6 +1,7 @@
 """The real TPU compilers, where libtpu is installed: `make test-aot`."""
 
 import importlib.util
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,14 @@ def doubling(rows: int):
 @pytest.mark.skipif(here, reason="libtpu is installed")
 def test_without_libtpu_the_error_says_what_to_install():
     with pytest.raises(aot.CompileError, match=r"pip install -e '\.\[aot\]'"):
+        aot.compile_apart("v5e", f"{HERE}:doubling", {"rows": 64})
+
+
+def test_a_compiler_that_is_killed_leaves_its_exit_status(monkeypatch):
+    killed = subprocess.CompletedProcess([], returncode=-9, stdout="", stderr="")
+    monkeypatch.setattr(aot, "require_compiler", lambda chip: None)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
+    with pytest.raises(aot.CompileError, match="for v5e: the compiler ended with exit status -9 and said nothing"):
         aot.compile_apart("v5e", f"{HERE}:doubling", {"rows": 64})
 
 
@@ -102,6 +111,16 @@ def test_the_whole_of_it_compiles_tables_and_gradients_included(tmp_path):
     for name in ("forward_running", "mass", "backward"):
         assert schedule.read(tmp_path, f"block_sparse_attention_{name}").cycles_a_step > 0
     assert compiled.temporary_bytes < 16 * 512 * 8 * 128 * 2  # less than a row of bfloat16 for every pair
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("chip", "heads", "tile"), [("v5e", 8, 128), ("v5e", 8, 512), ("tpu7x", 16, 512)])
+def test_the_tables_of_the_largest_windows_fit_fast_memory(chip, heads, tile, tmp_path):
+    """Of more resources than one square of 128."""
+    tokens = most_tokens(chip, heads)
+    aot.compile_apart(chip, f"{CASES}:tables", {"tokens": tokens, "heads": heads, "tile": tile}, dump_to=tmp_path)
+    for kernel in ("pairs_of_resources", "tiles_of_slots", "slots_of_tiles"):
+        assert schedule.read(tmp_path, kernel).cycles_a_step > 0
 
 
 @needs_libtpu

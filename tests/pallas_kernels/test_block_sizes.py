@@ -95,6 +95,15 @@ def test_candidates_are_timed_and_those_that_cannot_be_say_why(monkeypatch):
         tune.by_time("pallas_tpu_dense", SMALL, sizes)
 
 
+def test_kernels_that_the_gpu_here_does_not_get_are_not_timed(monkeypatch):
+    sizes = [BlockSizes(keys=64)]
+    with pytest.raises(ValueError, match="implementation='pallas_gpu' needs a Hopper GPU"):
+        tune.by_time("pallas_gpu", SMALL, sizes)
+    monkeypatch.setattr(chips, "takes_gpu_kernels", lambda wanted: False)
+    with pytest.raises(ValueError, match=r"^implementation='pallas_gpu' gets 'xla' here: nothing to tune$"):
+        tune.by_time("pallas_gpu", SMALL, sizes)
+
+
 @pytest.mark.parametrize("implementation", tune.SCHEDULED)
 def test_the_kernels_of_both_passes_are_compiled_each_alone(implementation):
     kernels, shapes = tune.case("v5e", implementation, vars(SMALL), {})
@@ -125,14 +134,31 @@ def test_a_schedule_is_weighed_by_how_full_its_tiles_are(monkeypatch):
 CHOSEN = "pallas_tpu_resident", tune.Shape()
 
 
-def test_what_the_compiler_refuses_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("RESOURCE_EXHAUSTED: vmem\nmore", "RESOURCE_EXHAUSTED: vmem"),
+        ("\n later", " later"),
+        ("", "no reason is given"),
+    ],
+)
+def test_what_the_compiler_refuses_is_named(monkeypatch, words, reason):
     def refuse(chip, *arguments):
-        raise aot.CompileError(f"a case for {chip}: RESOURCE_EXHAUSTED: vmem\nmore")
+        raise aot.CompileError(f"a case for {chip}: {words}")
 
     monkeypatch.setattr(aot, "require_compiler", lambda chip: None)
     monkeypatch.setattr(tune, "nanoseconds_a_pair", refuse)
     sizes = [BlockSizes(pairs=128, tokens=8192)]
-    assert tune.by_schedule("v5e", *CHOSEN, sizes) == [Result(sizes[0], None, "RESOURCE_EXHAUSTED: vmem")]
+    assert tune.by_schedule("v5e", *CHOSEN, sizes) == [Result(sizes[0], None, reason)]
+
+
+def test_an_error_without_words_is_no_other_error(monkeypatch):
+    def refuse(*arguments):
+        raise ValueError
+
+    monkeypatch.setattr(tune, "both_passes", refuse)
+    sizes = [BlockSizes(pairs=16)]
+    assert tune.by_time("xla", SMALL, sizes) == [Result(sizes[0], None, "no reason is given")]
 
 
 def test_the_default_wins_over_its_equals():
@@ -159,6 +185,33 @@ def test_the_program_writes_what_it_found(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["tune", "--implementation=x"])
     with pytest.raises(SystemExit, match="error: --implementation=x: there are xla, "):
         tune.main()
+
+
+def test_without_the_compiler_the_program_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(aot, "_installed", lambda module: False)
+    monkeypatch.setattr(sys, "argv", ["tune", "--implementation=pallas_tpu_resident", "--chip=v5e"])
+    with pytest.raises(SystemExit, match=r"^error: libtpu is not installed; .*: pip install -e '\.\[aot\]'"):
+        tune.main()
+
+
+def test_a_place_to_write_is_there_before_anything_is_computed(monkeypatch, tmp_path):
+    computed = []
+
+    def tuned(*_):
+        computed.append((tmp_path / "deep" / "folder").is_dir())
+        raise ValueError("enough")
+
+    monkeypatch.setattr(tune, "tuned", tuned)
+    (tmp_path / "file").touch()
+    for output, message in (
+        (tmp_path / "file" / "x.json", r"--output=.*x\.json: its folder cannot be made: "),
+        (tmp_path, r"--output=.* is a folder; wanted a file"),
+        (tmp_path / "deep" / "folder" / "x.json", "enough"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["tune", "--implementation=xla", f"--output={output}"])
+        with pytest.raises(SystemExit, match=f"^error: {message}"):
+            tune.main()
+    assert computed == [True]
 
 
 def test_scores_of_the_tuned_inputs_are_bounded_as_they_say():

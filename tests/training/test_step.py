@@ -25,6 +25,7 @@ from aamoe_jax.training.step import (
     micro_batches,
     over_mesh,
 )
+from pallas_kernels.block_sparse_attention.interface import SELDOM
 from tests.evaluation.helpers import random_params
 from tests.training.helpers import SEQ_LEN, assert_same_bits, experiment, model_config, random_batch
 
@@ -89,6 +90,17 @@ class TestMass:
         kept = with_mass["statistics"].keys() - mass.keys()
         for name in kept:
             np.testing.assert_array_equal(with_mass["statistics"][name], without["statistics"][name])
+
+    def test_nothing_is_chosen_where_every_step_is_logged(self):
+        model, graphdef, _ = model_of("aamoe")
+        config = dataclasses.replace(experiment(DATA), model=model)
+        placement, optimizer = place(config), build_optimizer(config.optimizer, config.training.steps)
+        given = initial_state(model, optimizer, 0, placement), placement.put(random_batch())
+        for log_every in (1, 2):
+            training = dataclasses.replace(config.training, log_every=log_every)
+            of_config = dataclasses.replace(config, training=training), graphdef, optimizer, BYTES, placement
+            text = jax.jit(make_train_step(*of_config)).lower(*given).as_text(debug_info=True)
+            assert (f"{SELDOM}/cond" in text) == (log_every > 1)
 
     def test_logged_are_the_first_step_every_so_many_and_the_last(self):
         training = dataclasses.replace(experiment(DATA).training, steps=11, log_every=4)

@@ -1,11 +1,11 @@
 """Tiles of pairs, and back, on a TPU: nothing is gathered, scattered or sorted.
 
-A TPU gathers and scatters single numbers one after the other, and a sort of all slots takes well over a hundred passes.
-But a token meets a resource at most once: pairs are the entries of a matrix, tokens by resources, and a resource's
-tiles are its column with the gaps closed. What stands behind gaps moves up by as many rows as they have, one binary
-digit of that number after the other: first by 1, then by 2, by 4. No two pairs ever meet, so that a pass is one
-selection between two rows; and the same passes in the opposite order open the gaps again. `tables.build`, for other
-devices, makes the same tiles from the pairs alone.
+A TPU gathers and scatters single numbers one after the other, and a sort of all slots takes many passes. But a token
+meets a resource at most once: pairs are the entries of a matrix, tokens by resources, and a resource's tiles are its
+column with the gaps closed. What stands behind gaps moves up by as many rows as they have, one binary digit of that
+number after the other: first by 1, then by 2, by 4. No two pairs ever meet, so that a pass is one selection between two
+rows; and the same passes in the opposite order open the gaps again. `tables.build`, for other devices, makes the same
+tiles from the pairs alone.
 
 Shapes: T tokens, K slots, R resources, N tiles (static bound), t rows a tile; n windows, S and M are K and the tokens
 of a window in whole registers, L the tokens of all windows, R1 = n R + 1. The kernels work on squares of 128 tokens by

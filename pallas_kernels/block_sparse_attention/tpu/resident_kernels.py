@@ -12,7 +12,7 @@ keys a resource, E lanes of all groups; S rows of a token, 8 or 16.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -252,6 +252,7 @@ def _mass_kernel(
     queries, stats, copied,  # scratch: the tile's rows
     *, layout: Layout, scale: float, interpret: bool,
 ):  # fmt: skip
+    # `_call` gives every kernel the addresses of the neighbouring tiles. Nothing overlaps here: they are not needed.
     del resource, after, before, shares_in, copied
     query = _query(_phase(pl.program_id(1), bounds), key_ref.dtype, layout)
 
@@ -421,8 +422,9 @@ class _Blocks(NamedTuple):
 
 
 def _call(
-    kernel, name, tiles: Tiles, bounds: Bounds, arrays, results, scratch, aliases, keys: int, products: int,
-    *, layout: Layout, scale: float, vmem_bytes: int, interpret: bool,
+    kernel, name, tiles: Tiles, bounds: Bounds, arrays, results, scratch, keys: int,
+    *, products: int, aliases: Mapping[int, int] | None = None,
+    layout: Layout, scale: float, vmem_bytes: int, interpret: bool,
 ):  # fmt: skip
     """`aliases` of `arrays` alone. A resource has `keys`; each score is worth as many `products` of d numbers."""
     blocks = _Blocks(layout, len(tiles.resource))
@@ -438,7 +440,7 @@ def _call(
         [*of_tiles, *arrays],
         [(block, array.shape, F32) for block, array in results],
         scratch=[*(pltpu.VMEM(*x) for x in scratch), pltpu.SemaphoreType.DMA((2,))],
-        aliases={len(of_tiles) + source: to for source, to in aliases.items()},
+        aliases={len(of_tiles) + source: to for source, to in (aliases or {}).items()},
         bounds_checks=False,  # every address comes from the tables, whose bounds the caller of the op holds
         vmem_bytes=vmem_bytes,
         cost=pl.CostEstimate(
@@ -479,9 +481,8 @@ def forward(
     kinds = (ROWS, query.dtype), (ROWS, F32), (1, F32)
     scratch = [((buffers, layout.tile * n, LANES), kind) for n, kind in kinds] + [((decays, LANES), F32)]
     kernel = functools.partial(_forward_kernel, maximum=maximum)
-    aliases: dict[int, int] = {}
     name = {"bounded": "block_sparse_attention_forward", "running": "block_sparse_attention_forward_running"}[maximum]
-    given = arrays, results, scratch, aliases
+    given = arrays, results, scratch
     return _call(kernel, name, tiles, bounds, *given, key.shape[1], products=2, layout=layout, **options)
 
 
@@ -506,9 +507,11 @@ def mass(
     arrays = [(blocks.queries(ROWS, len(query)), query), (blocks.by_token(1), stats), (blocks.table(key.shape[1]), key)]
     arrays += [(pl.BlockSpec(memory_space=pl.ANY), shares)]
     scratch = [((size, LANES), query.dtype), ((layout.tile, LANES), F32)]
-    given = arrays, [(blocks.by_pair(1), shares)], scratch, {3: 0}
+    given = arrays, [(blocks.by_pair(1), shares)], scratch
     name = "block_sparse_attention_mass"
-    return _call(_mass_kernel, name, tiles, bounds, *given, key.shape[1], products=1, layout=layout, **options)
+    return _call(
+        _mass_kernel, name, tiles, bounds, *given, key.shape[1], products=1, aliases={3: 0}, layout=layout, **options
+    )
 
 
 def backward(
@@ -534,5 +537,7 @@ def backward(
     results = [(blocks.queries(ROWS), d_query), (blocks.by_pair(1), d_bias), (table, d_key), (table, d_value)]
     scratch = [((2, layout.tile * n, LANES), kind) for n, kind in ((size, packed.dtype), (ROWS, F32), (1, F32))]
     kernel, name = functools.partial(_backward_kernel, size=size), "block_sparse_attention_backward"
-    given = arrays, results, scratch, {6: 0, 7: 1, 4: 2, 5: 3}
-    return _call(kernel, name, tiles, bounds, *given, key.shape[1], products=5, layout=layout, **options)
+    given, aliases = (arrays, results, scratch), {6: 0, 7: 1, 4: 2, 5: 3}
+    return _call(
+        kernel, name, tiles, bounds, *given, key.shape[1], products=5, aliases=aliases, layout=layout, **options
+    )
