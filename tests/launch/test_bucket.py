@@ -127,6 +127,26 @@ def test_killed_while_it_saves_it_resumes_to_equal_bits_and_every_program_reads_
 
 
 @pytest.mark.distributed
+def test_budgets_of_a_run_in_a_bucket_are_looked_at_and_its_weights_exported(place):
+    address, folder = "gs://bucket/runs/budgets", place.folder
+    few = "--gin_param=TrainingConfig.steps = 2"
+    place.finish(place.start("train", f"--gin_file={folder / 'tiny.gin'}", f"--run_dir={address}", few))
+    (folder / "passage.txt").write_text("what was read before should be easy\n")
+    (folder / "items.jsonl").write_text('{"context": "ab", "choices": ["c", "de"], "answer": 0}\n')
+    given = f"--checkpoint={address}"
+    for program, flags, wanted in (
+        ("inspect", [f"--text={folder / 'passage.txt'}"], "written to gs://bucket/runs/budgets/inspect-passage.html"),
+        ("inspect", ["--copies", "--max_batches=1"], "written to gs://bucket/runs/budgets/copying.json"),
+        ("choose", [f"--items={folder / 'items.jsonl'}", f"--output={folder / 'chosen.json'}"], "1 items"),
+        ("export", [f"--output={folder / 'weights'}"], f"{folder / 'weights'}"),
+    ):
+        assert wanted in place.finish(place.start(program, given, *flags))[0], program
+    assert b"passage.txt" in place.server.objects["bucket"]["runs/budgets/inspect-passage.html"].data
+    assert json.loads((folder / "chosen.json").read_text())["log_probabilities"]
+    assert (folder / "weights" / "model.safetensors").is_file()
+
+
+@pytest.mark.distributed
 def test_slow_and_failing_storage_delays_a_run_and_changes_nothing(place, whole):
     address, server = "gs://bucket/runs/slow", place.server
     server.slow_down(0.02)
