@@ -52,5 +52,5 @@ def test_the_tuner_counts_the_bundles_that_are_tabled():
         pytest.skip(f"the golden file is libtpu {GOLDEN['libtpu']}'s")
     rows = [f"v5e resident {direction}: m 128, d 128, heads 8, tile 512" for direction in tpu_schedule.DIRECTIONS]
     wanted = sum(GOLDEN["bundles_a_pair"][row] for row in rows)
-    found = tune.nanoseconds_a_pair("v5e", "pallas_tpu_resident", tune.Shape(), BlockSizes(pairs=512), 512)
+    found = tune.nanoseconds_a_pair("v5e", "pallas_tpu_resident", tune.Shape(), BlockSizes(pairs=512), 512.0)
     assert found * chips.TPUS["v5e"].clock / 1e9 == pytest.approx(wanted, rel=tpu_schedule.TOLERANCE)
