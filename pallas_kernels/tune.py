@@ -212,8 +212,8 @@ def by_schedule(chip: str, implementation: str, shape: Shape, sizes: Sequence[Bl
 
 
 def _first_line(reason: str) -> str:
-    """Of an error, which may have none."""
-    return next((line for line in reason.splitlines() if line.strip()), "no reason is given")[:200]
+    """The first line of an error's text that is not blank."""
+    return next(filter(None, map(str.strip, reason.splitlines())), "no reason is given")[:200]
 
 
 def _pairs_a_step(path: Any) -> float:

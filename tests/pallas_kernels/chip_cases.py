@@ -63,9 +63,8 @@ def tables(*, tokens: int, heads: int, tile: int, d: int = 128, slots: int = 16,
         row, bias, visible = compaction.to_tiles(bias, visible, places, resources, layout)
         return row, visible, compaction.from_tiles(bias, row, places, resources, layout)
 
-    by_slot = [jax.ShapeDtypeStruct((2 * tokens, slots), kind) for kind in (INT, F32, INT)]
-    resource, bias, visible = by_slot
-    return there_and_back, (resource, jax.ShapeDtypeStruct((2 * tokens,), INT), bias, visible)
+    shape = functools.partial(jax.ShapeDtypeStruct, (2 * tokens, slots))
+    return there_and_back, (shape(INT), jax.ShapeDtypeStruct((2 * tokens,), INT), shape(F32), shape(INT))
 
 
 def attention(*, tokens: int, heads: int, d: int, m: int, experts: int, rows: int, dtype: str = "bfloat16"):

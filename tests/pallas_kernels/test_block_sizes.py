@@ -138,7 +138,7 @@ CHOSEN = "pallas_tpu_resident", tune.Shape()
     ("words", "reason"),
     [
         ("RESOURCE_EXHAUSTED: vmem\nmore", "RESOURCE_EXHAUSTED: vmem"),
-        ("\n later", " later"),
+        ("\n later", "later"),
         ("", "no reason is given"),
     ],
 )
