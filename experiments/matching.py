@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from flax import nnx
 
-from aamoe_jax.config import ConfigError, ExperimentConfig, shown
+from aamoe_jax.config import ConfigError, ExperimentConfig, ModelConfig, shown
 from aamoe_jax.cost import parameter_count
 from aamoe_jax.markdown import table
 from aamoe_jax.model import LanguageModel
@@ -53,7 +53,12 @@ def active_flops(config: ExperimentConfig, length: int) -> float:
 
 def parameters(config: ExperimentConfig) -> int:
     """Scalars that are trained. None is made."""
-    return parameter_count(nnx.state(nnx.eval_shape(lambda: LanguageModel(config.model, rngs=nnx.Rngs(0)))))
+    return _parameters_of_model(config.model)
+
+
+@functools.lru_cache(maxsize=1024)  # to trace a model takes most of the time of a search
+def _parameters_of_model(model: ModelConfig) -> int:
+    return parameter_count(nnx.state(nnx.eval_shape(lambda: LanguageModel(model, rngs=nnx.Rngs(0)))))
 
 
 def match(

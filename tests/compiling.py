@@ -8,8 +8,16 @@ another one, or a program that it starts, does not compile again (`conftest.py`)
 import importlib.metadata
 import importlib.util
 
-QUICKLY = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-AS_USERS_DO = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+QUICKLY = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",  # parts compiled in parallel take longer than the whole
+]
+AS_USERS_DO = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+    "xla_cpu_parallel_codegen_split_count": 32,
+}
 """For `jax.jit(..., compiler_options=AS_USERS_DO)`."""
 
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # a newer XLA has no such choice, and ends on its flag

@@ -18,6 +18,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers, and the programs t
     compiled = tempfile.mkdtemp(prefix="compiled-")
     atexit.register(shutil.rmtree, compiled, ignore_errors=True)
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": compiled, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # lowering is quicker without them
 # grain reads absl flags before a test could parse them (google/grain#1360).
 import jax
 from absl import flags
@@ -25,6 +26,9 @@ from jaxtyping import install_import_hook
 
 flags.FLAGS.mark_as_parsed()
 install_import_hook(["aamoe_jax", "pallas_kernels"], "beartype.beartype")
+
+
+gc.disable()  # a sixth of the time of tracing; modules of tests end with a collection
 
 
 @pytest.fixture(scope="module", autouse=True)

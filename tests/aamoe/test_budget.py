@@ -28,6 +28,7 @@ from tests.aamoe.helpers import M, model_config
 from tests.evaluation.helpers import random_params
 
 
+@jax.jit
 def row_counts(importance, segment_ids, beta):
     """B_i of row budgets."""
     return floor_row_budgets(row_budgets(importance, segment_ids, beta), segment_ids)
@@ -54,7 +55,7 @@ def test_uniform_importance_gives_every_token_beta(length, beta):
 def test_epsilon_buys_no_more_than_there_is_in_a_long_row():
     """B = 19,999 of 20,000 tokens that want one each: bounded by 1 / 2L it rounds nobody up."""
     budget = jnp.full((1, 20_000), 0.99995)
-    assert floor_row_budgets(budget, jnp.ones((1, 20_000), jnp.int32)).sum() <= 19_999
+    assert jax.jit(floor_row_budgets)(budget, jnp.ones((1, 20_000), jnp.int32)).sum() <= 19_999
 
 
 @pytest.mark.parametrize("beta", [4.0, 64.0])
@@ -69,7 +70,7 @@ def test_uniform_importance_gives_every_token_of_a_long_row_beta(beta):
 def test_row_budgets_never_sum_past_the_total(length, scale):
     importance = scale * jax.random.normal(jax.random.key(0), (16, length))
     real = jnp.arange(length) < jnp.linspace(1, length, 16).astype(jnp.int32)[:, None]
-    budget = row_budgets(importance, real.astype(jnp.int32), 2.5)
+    budget = jax.jit(row_budgets)(importance, real.astype(jnp.int32), 2.5)
     count = row_counts(importance, real.astype(jnp.int32), 2.5)
     total = 2.5 * real.sum(-1)
     assert (count >= 0).all()
@@ -103,8 +104,8 @@ def test_one_token_can_use_the_entire_budget():
 def test_bounded_budgets_stay_within_4_times_the_mean(scale):
     row = scale * jax.random.normal(jax.random.key(0), (3, 200))
     for budgets in (
-        row_budgets(bounded(row), jnp.ones(row.shape, jnp.int32), 4.0),
-        prefix_budgets(bounded(row), jnp.ones(row.shape, jnp.int32), 4.0),
+        jax.jit(row_budgets)(bounded(row), jnp.ones(row.shape, jnp.int32), 4.0),
+        jax.jit(prefix_budgets)(bounded(row), jnp.ones(row.shape, jnp.int32), 4.0),
     ):
         assert 1.0 <= float(budgets.min()) < 4.0 < float(budgets.max()) <= 16.0 + 1e-4
     assert (jnp.diff(bounded(jnp.sort(row))) >= 0).all()
@@ -116,7 +117,8 @@ def test_small_importance_is_hardly_bounded():
 
 
 def test_a_row_of_padding_has_no_budget_and_no_nan():
-    budget, slope = jax.value_and_grad(lambda s: row_budgets(s, jnp.zeros((1, 8), int), 4.0).sum())(jnp.ones((1, 8)))
+    loss = jax.value_and_grad(lambda s: row_budgets(s, jnp.zeros((1, 8), int), 4.0).sum())
+    budget, slope = jax.jit(loss)(jnp.ones((1, 8)))
     assert budget == 0
     assert not slope.any()
 
@@ -162,7 +164,9 @@ def test_the_cap_is_the_sequential_rule_and_holds_at_every_token(wanted, beta, s
     padding = data.draw(st.integers(0, len(wanted)))
     segments = 1 + np.cumsum(ends) - ends
     segments[len(wanted) - padding :] = 0
-    capped = np.asarray(cap_spending(jnp.array([wanted]), jnp.array([segments]), beta, slack))[0]
+    capped = np.asarray(
+        jax.jit(cap_spending, static_argnums=(2, 3))(jnp.array([wanted]), jnp.array([segments]), beta, slack)
+    )[0]
     for document in set(segments):
         spent = 0
         for index, i in enumerate(np.flatnonzero(segments == document), start=1):
@@ -284,8 +288,8 @@ def test_predictor_loss_is_the_sum_of_binary_cross_entropies():
 def test_the_best_prediction_has_the_right_floor(budget):
     """Whatever the loss pulls a predictor to must be the budget once it is rounded down."""
     predicted = jnp.arange(0, 12, 0.01)[None]
-    loss = jax.vmap(
-        lambda x: predictor_loss(x[None, None], jnp.full((1, 1), budget), jnp.ones((1, 1), bool), 12), in_axes=0
+    loss = jax.jit(
+        jax.vmap(lambda x: predictor_loss(x[None, None], jnp.full((1, 1), budget), jnp.ones((1, 1), bool), 12))
     )(predicted[0])
     best = predicted[:, jnp.argmin(loss)][None]
     assert int(floor_causal_budgets(best)[0, 0]) == budget

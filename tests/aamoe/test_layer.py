@@ -1,6 +1,7 @@
 """The layer against its definition, its limits, and the future (AA-01, AA-06, AA-15-17, AA-21-26, AA-30, AA-41)."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +129,8 @@ def test_packed_rows_and_gradients_are_those_of_the_definition(name):
     leaves, structure = jax.tree.flatten(at)
     random = np.random.default_rng(0)
     directions = [random.normal(size=leaf.shape) for leaf in leaves]
-    np.testing.assert_allclose(output, documents_of(at[0], config, at[1]), atol=2e-5)
+    here = documents_of(at[0], config, at[1])
+    np.testing.assert_allclose(output, here, atol=2e-5)
 
     def loss(step: float, chosen) -> float:
         moved = [x + step * d if i in chosen else x for i, (x, d) in enumerate(zip(leaves, directions, strict=True))]
@@ -136,13 +138,12 @@ def test_packed_rows_and_gradients_are_those_of_the_definition(name):
         return (documents_of(params, config, x) ** 2).sum()
 
     for chosen in [range(len(leaves)), *([index] for index in range(len(leaves)))]:
-        wanted = (loss(1e-6, chosen) - loss(-1e-6, chosen)) / 2e-6
+        wanted = (loss(1e-7, chosen) - (here**2).sum()) / 1e-7
         slope = sum((found[index] * directions[index]).sum() for index in chosen)
         assert slope == pytest.approx(wanted, rel=2e-3, abs=2e-3), chosen
 
 
-@pytest.mark.parametrize("kernel", ["reference", "xla"])
-@pytest.mark.parametrize("budget", ["prefix", "predictor"])
+@pytest.mark.parametrize(("budget", "kernel"), [("prefix", "reference"), ("prefix", "xla"), ("predictor", "xla")])
 @pytest.mark.parametrize(("local", "router"), ROUTERS, ids=str)
 def test_the_past_does_not_move_when_the_future_changes(local, router, budget, kernel):
     """Prefix invariance (AA-15), to the bit: every causal mode, L % m != 0 included."""
@@ -158,11 +159,11 @@ def test_the_past_does_not_move_when_the_future_changes(local, router, budget, k
         lambda h: padded(nnx.merge(graphdef, params), h, context)[0],
         compiler_options=AS_USERS_DO if kernel == "xla" else None,
     )
-    h = inputs(1, length)
+    h, others = np.asarray(inputs(1, length)), np.asarray(inputs(5, length, seed=1))
     before = run(h)
-    for cut in (1, M - 1, M, 2 * M + 3, length - 1):
-        changed = h.at[:, cut:].set(inputs(1, length, seed=cut)[:, cut:])
-        after = run(changed)
+    for cut, other in zip((1, M - 1, M, 2 * M + 3, length - 1), others, strict=True):
+        after = run(np.where(np.arange(length)[:, None] < cut, h, other))
+        before, after = np.asarray(before), np.asarray(after)
         np.testing.assert_array_equal(after[:, :cut], before[:, :cut])
         # The very last token may have no budget before and after.
         assert cut == length - 1 or (after[:, cut:] != before[:, cut:]).any()
@@ -283,11 +284,14 @@ def test_documents_that_start_inside_a_chunk_do_not_see_each_other(local, kernel
     h, other = (jax.random.normal(jax.random.key(seed), (2, 5 * M, D)) for seed in (1, 2))
     later = (index >= start)[..., None]
 
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
     def second_document(h):
-        return jnp.where(later, layer(h, context)[0], 0)
+        output = jnp.where(later, layer(h, context)[0], 0)
+        return jnp.square(output).sum(), output
 
-    assert jnp.array_equal(second_document(h), second_document(jnp.where(later, h, other)))
-    gradient = jax.grad(lambda h: jnp.square(second_document(h)).sum())(h)
+    (gradient, output), (_, alike) = second_document(h), second_document(jnp.where(later, h, other))
+    assert jnp.array_equal(output, alike)
     assert jnp.isfinite(gradient).all()
     assert float(jnp.abs(jnp.where(later, 0, gradient)).max()) == 0
     assert float(jnp.abs(jnp.where(later, gradient, 0)).max()) > 0
@@ -351,8 +355,11 @@ def test_shifting_all_positions_changes_nothing():
     np.testing.assert_allclose(apply(layer, h, moved)[0], apply(layer, h, context)[0], atol=2e-5)
 
 
-@pytest.mark.parametrize("normalizer", ["row", "prefix"])
-@pytest.mark.parametrize(("local", "router"), ROUTERS, ids=str)
+@pytest.mark.parametrize(
+    ("local", "router", "normalizer"),
+    [*((*router, "prefix") for router in ROUTERS), (*ROUTERS[0], "row"), (*ROUTERS[-1], "row")],
+    ids=str,
+)
 def test_fast_path_equals_reference_in_the_layer(local, router, normalizer):
     """AA-17: outputs and all gradients, through both implementations of the attention."""
     results = []

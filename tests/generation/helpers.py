@@ -32,13 +32,13 @@ def stepped(decoder: Decoder, tokens: np.ndarray, starts: list[int], **options) 
     """
     length = tokens.shape[1]
     state = decoder.prefill([row[:start] for row, start in zip(tokens, starts, strict=True)], **options)
-    found = [[np.asarray(logits)] for logits in state.logits]
+    found = [[logits] for logits in np.asarray(state.logits)]
     for step in range(length - min(starts)):
         at = [min(start + step, length - 1) for start in starts]
         state = decoder.append(state, tokens[np.arange(len(starts)), at], **options)
-        for row, start in enumerate(starts):
-            if start + step < length:
-                found[row].append(np.asarray(state.logits[row]))
+        for row, logits in enumerate(np.asarray(state.logits)):
+            if starts[row] + step < length:
+                found[row].append(logits)
     return [np.stack(row) for row in found]
 
 

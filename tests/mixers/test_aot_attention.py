@@ -26,8 +26,7 @@ def both_passes(reach: int | None):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
-@pytest.mark.parametrize("reach", [None, 128])
+@pytest.mark.parametrize(("chip", "reach"), [("v5e", None), ("v5p", 128), ("v6e", None), ("tpu7x", 128)])
 def test_a_row_of_32k_compiles_in_linear_memory(chip, reach):
     compiled = aot.compile_apart(chip, "tests.mixers.test_aot_attention:both_passes", {"reach": reach})
     one = LENGTH * 2048 * 2  # bytes of the queries; a square of scores would be 1024 times as many

@@ -77,14 +77,14 @@ def test_a_part_of_the_queries_is_that_part_of_the_row(name, sparse):
     length, config = 93, model_config(own=(sparse,))
     part, context = build_mixer(name, config, rngs=nnx.Rngs(0)).parts["attention"], packed(length)
     arrays = [jax.random.normal(jax.random.key(i), (2, length, 4, 8)) for i in range(3)]
-    whole = part._attend(*arrays, context)
+    whole = jax.jit(lambda *x: part._attend(*x, context))(*arrays)
 
     def of_part(query, key, value):
         inside = dataclasses.replace(context, shards=Shards(resource=3))
         return part._attend(query, key, value, inside)
 
     parts = jnp.stack(jnp.split(arrays[0], 3, axis=1))
-    found = jax.vmap(of_part, in_axes=(0, None, None), axis_name="resource")(parts, *arrays[1:])
+    found = jax.jit(jax.vmap(of_part, in_axes=(0, None, None), axis_name="resource"))(parts, *arrays[1:])
     real = np.asarray(context.segment_ids > 0)
     np.testing.assert_allclose(np.concatenate(found, axis=1)[real], np.asarray(whole)[real], atol=1e-5)
 
