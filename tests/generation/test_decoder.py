@@ -27,7 +27,8 @@ def test_every_mixer_decodes_as_it_was_trained(layer):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"local": "chunk", "null_slot": "learned", "max_resources": 2},
+        {"max_resources": 2},
+        {"local": "chunk", "null_slot": "learned"},
         {"local": "routed"},
         {"context": "none"},
         {"num_experts": 0, "normalizer": "row"},
