@@ -1,4 +1,4 @@
-"""Ten bad days of a small run, on real processes; and a drill that notices what it is there for."""
+"""Six bad days of a small run, on real processes; and a drill that notices what it is there for."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ TrainingConfig:
     checkpoint_every = 4
 """
 STEPS = 16
-SCENARIOS = 10
+SCENARIOS = 6
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory) -> tuple[Path, dict[int, drill.Outcome]]:
-    """The folder of the run that nothing disturbed, and what became of ten that were, two at a time."""
+    """The folder of the run that nothing disturbed, and what became of those that were, two at a time."""
     folder = tmp_path_factory.mktemp("drill")
     data = tiny_data(folder / "data")
     (folder / "tiny.gin").write_text(GIN + f"DataConfig.data_dir = {data.data_dir!r}\n")
