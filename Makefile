@@ -34,7 +34,8 @@ test-aot: .venv-aot/installed
 
 # What JAX and the other libraries change most often: training, data, sampling, export, programs.
 test-newest: .venv-newest/installed
-	.venv-newest/bin/python -m pytest -n 2 --dist=worksteal -m 'not distributed' tests/training tests/data tests/generation/test_stablehlo.py \
+	.venv-newest/bin/python -m pytest -n 2 --dist=worksteal -m 'not distributed' tests/data tests/training/test_checkpoints.py \
+	  tests/training/test_loop.py tests/training/test_exchange.py tests/training/test_trackers.py tests/generation/test_stablehlo.py \
 	  tests/test_model.py tests/test_config.py tests/test_api.py tests/launch/test_programs.py tests/launch/test_harness.py
 
 docs: .venv-docs/installed

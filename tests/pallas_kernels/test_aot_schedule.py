@@ -17,12 +17,13 @@ from pallas_kernels.block_sparse_attention import BlockSizes
 GOLDEN = json.loads(tpu_schedule.GOLDEN.read_text())
 PATHS = [name for name in dict.fromkeys(kernel.name for kernel in tpu_schedule.KERNELS) if name != "splash"]
 CASES = [
-    *((chip, path, "headline") for chip in ("v5e", "v6e", "tpu7x") for path in PATHS if path != "resident"),
-    *(("v5p", path, "headline") for path in ("resident_running", "paged")),
+    *((chip, path, "headline") for chip in ("v5e", "tpu7x") for path in PATHS if path != "resident"),
+    *((chip, path, "headline") for chip in ("v5p", "v6e") for path in ("resident_running", "paged")),
     ("v5e", "resident", "headline"),
     ("v5p", "resident", "shortest"),
     ("v6e", "resident", "small"),
     ("tpu7x", "resident", "shortest"),
+    ("v6e", "gathered", "headline"),
     ("v6e", "dense", "double"),
 ]
 """The resident kernels take two minutes to compile for the headline shape."""
