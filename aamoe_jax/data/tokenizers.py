@@ -387,7 +387,8 @@ def _lines(documents: Iterable[bytes]) -> Iterator[str]:
 
 def _imported(library: str) -> Any:
     if importlib.util.find_spec(library) is None:
-        raise DataError(f"{library} is not installed: `pip install aamoe_jax[text]`, or use tokenizer 'bytes'")
+        install = "pip install -c constraints.txt -e '.[text]'"
+        raise DataError(f"{library} is not installed: {install}, or use tokenizer 'bytes'")
     return importlib.import_module(library)
 
 

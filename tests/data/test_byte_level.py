@@ -143,7 +143,7 @@ def test_what_cannot_be_used_says_what_to_do(tmp_path, monkeypatch):
         load_tokenizer(saved(tmp_path, endless))
     good = saved(tmp_path, trained())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"pip install aamoe_jax\[text\]"):
+    with pytest.raises(DataError, match=r"pip install -c constraints.txt -e '\.\[text\]'"):
         load_tokenizer(good)
 
 

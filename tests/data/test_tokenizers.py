@@ -129,5 +129,5 @@ def test_bad_names_say_what_to_do(tmp_path):
 
 def test_absent_sentencepiece_names_the_extra(model_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"pip install aamoe_jax\[text\]"):
+    with pytest.raises(DataError, match=r"pip install -c constraints.txt -e '\.\[text\]'"):
         load_tokenizer(str(model_path))
