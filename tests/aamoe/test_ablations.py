@@ -103,7 +103,7 @@ class TestAA32:
         config = model_config(importance="uniform", beta=5.0, expert_share=share)
         allocation, about = allocated(config)
         free, _ = allocated(model_config(importance="uniform", beta=1000.0, slack=10_000))
-        allocation, free = jax.device_get((allocation, free))  # which numpy cuts without compiling every length
+        allocation, free = jax.device_get((allocation, free))  # numpy slices compile nothing
         chunks = LENGTH // M
         for i in range(LENGTH):
             resource = allocation.resource[0, i, : allocation.count[0, i]]

@@ -26,7 +26,7 @@ CASES = [
     ("v6e", "gathered", "headline"),
     ("v6e", "dense", "double"),
 ]
-"""The resident kernels take two minutes to compile for the headline shape."""
+"""The resident kernels take longest to compile at the headline shape: they do for one chip."""
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: make test-aot"
