@@ -184,7 +184,7 @@ def location(name: str, path: str | AnyPath) -> AnyPath:
     if not in_bucket(name, path):
         return Path(path)
     if importlib.util.find_spec("gcsfs") is None:
-        raise ConfigError(f"{name} = {str(path)!r}: needs gcsfs: pip install 'aamoe_jax[gcs]'")
+        raise ConfigError(f"{name} = {str(path)!r}: needs gcsfs: pip install -c constraints.txt -e '.[gcs]'")
     _files()
     return BucketPath(str(path))
 

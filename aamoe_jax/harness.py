@@ -1,4 +1,4 @@
-"""Checkpoints as models of EleutherAI's lm-evaluation-harness (`pip install 'aamoe_jax[harness]'`), called `aamoe`.
+"""Checkpoints as models of EleutherAI's lm-evaluation-harness (extra `harness`), called `aamoe`.
 
 Importing this module registers the model. Likelihoods come from the forward pass, generated text from the cached
 decoder, both under causal budgets. Nothing else of the package needs lm-eval.

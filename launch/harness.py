@@ -4,7 +4,8 @@
     aamoe harness --checkpoint=runs/quickstart --tasks=runs/ruler --output=runs/quickstart/ruler.json
 
 A task is a yaml file as lm-eval defines them, a folder of such files, or the name of one that lm-eval brings along,
-whose data it downloads. Files need no network. Needs `pip install 'aamoe_jax[harness]'`. Budgets are causal.
+whose data it downloads. Files need no network. Needs the extra `harness`: `pip install -c constraints.txt -e
+'.[harness]'`. Budgets are causal.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def main(argv: list[str]) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("lm-eval is not installed: pip install -c constraints.txt -e '.[harness]'")
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval would fork a process that has threads
+    from datasets.exceptions import DatasetsError
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.utils import make_table
 
@@ -80,15 +82,21 @@ def main(argv: list[str]) -> None:
 
     manager, tasks = load_tasks(FLAGS.tasks)
     checkpoint = program.load_on_mesh(FLAGS.checkpoint, FLAGS.which)
-    results = simple_evaluate(
-        HarnessModel(checkpoint, batch_size=FLAGS.batch_size, max_length=FLAGS.max_length),
-        tasks=tasks,
-        num_fewshot=FLAGS.fewshot,
-        limit=FLAGS.limit,
-        bootstrap_iters=RESAMPLES,
-        task_manager=manager,
-        log_samples=FLAGS.output is not None,
-    )
+    try:
+        results = simple_evaluate(
+            HarnessModel(checkpoint, batch_size=FLAGS.batch_size, max_length=FLAGS.max_length),
+            tasks=tasks,
+            num_fewshot=FLAGS.fewshot,
+            limit=FLAGS.limit,
+            bootstrap_iters=RESAMPLES,
+            task_manager=manager,
+            log_samples=FLAGS.output is not None,
+        )
+    except (ConnectionError, FileNotFoundError, DatasetsError) as error:  # it reads the rows of all tasks first
+        raise ConfigError(
+            f"--tasks={','.join(FLAGS.tasks)}: the rows of a task cannot be read: {error}; tasks of lm-eval's own are "
+            "downloaded, those of a yaml file and a jsonl file beside it need no network"
+        ) from error
     print(f"checkpoint of step {checkpoint.step}")
     print(make_table(results))
     if FLAGS.output:

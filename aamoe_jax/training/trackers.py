@@ -154,7 +154,8 @@ def _library(name: str, extra: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"TrainingConfig.trackers: {extra!r} needs {name}: pip install 'aamoe_jax[{extra}]', or leave it out"
+            f"TrainingConfig.trackers: {extra!r} needs {name}: pip install -c constraints.txt -e '.[{extra}]', "
+            "or leave it out"
         ) from error
 
 

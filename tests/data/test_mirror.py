@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("gcsfs", reason="pip install 'aamoe_jax[gcs]'")
+pytest.importorskip("gcsfs", reason="pip install -c constraints.txt -e '.[gcs]'")
 
 import gcsfs.retry
 from array_record.python.array_record_data_source import ArrayRecordDataSource

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("gcsfs", reason="pip install 'aamoe_jax[gcs]'")
+pytest.importorskip("gcsfs", reason="pip install -c constraints.txt -e '.[gcs]'")
 
 from aamoe_jax.bucket import location
 from aamoe_jax.training.checkpoints import COMMIT, find_checkpoint, read_meta, saved_steps

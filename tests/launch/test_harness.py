@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -73,6 +74,10 @@ def outcomes(tmp_path_factory):
     write = {"doc_to_text": "prompt", "doc_to_target": "target", "output_type": "generate_until", **until}
     write_task(folder / "tasks", "texts", prompts, **write)
     (folder / "empty").mkdir()
+    write_task(folder / "tasks", "lost", [], **write).with_suffix(".jsonl").unlink()
+    hub = write_task(folder / "tasks", "hub", [], **write)
+    hub.write_text(yaml.safe_dump(yaml.safe_load(hub.read_text()) | {"dataset_path": "someone/rows"}))
+    unread = [(folder / "tasks" / f"{name}.yaml").rename(folder / f"{name}.yaml") for name in ("lost", "hub")]
     checkpoint, found = f"--checkpoint={folder / 'run'}", f"--output={folder / 'harness.json'}"
     data = folder / "tasks" / "items.jsonl"
     calls = [
@@ -83,6 +88,7 @@ def outcomes(tmp_path_factory):
         ("harness", [checkpoint, f"--tasks={folder / 'none.yaml'}"]),
         ("harness", [checkpoint, f"--tasks={folder / 'empty'}"]),
         ("harness", [checkpoint, f"--tasks={data}"]),
+        *(("harness", [checkpoint, f"--tasks={path}"]) for path in unread),
     ]
     return folder, items, prompts, session.calls_of(calls, HF_HOME=str(folder / "cache"), **OFFLINE)
 
@@ -103,13 +109,13 @@ class TestPrograms:
             assert [float(one) for one, _ in sample["filtered_resps"]] == pytest.approx(log_p, abs=1e-4)
 
     def test_texts_are_those_of_launch_generate(self, outcomes):
-        folder, _, prompts, (_, *generated, _, _, _, _, _) = outcomes
+        folder, _, prompts, (_, *generated) = outcomes
         samples = json.loads((folder / "harness.json").read_text())["samples"]["texts"]
-        for prompt, sample, outcome in zip(prompts, samples, generated, strict=True):
+        for prompt, sample, outcome in zip(prompts, samples, generated[: len(prompts)], strict=True):
             assert outcome.stdout == prompt["prompt"] + sample["resps"][0][0] + "\n"
 
     def test_one_file_and_what_is_no_task(self, outcomes):
-        folder, _, _, (*_, whole, limited, missing, empty, data) = outcomes
+        folder, _, _, (*_, whole, limited, missing, empty, data, lost, hub) = outcomes
         assert whole.code == limited.code == 0, limited.stderr
         assert "|items" in whole.stdout
         assert "|texts" in whole.stdout
@@ -119,6 +125,10 @@ class TestPrograms:
             assert outcome.code == 1
             assert f"error: --tasks={folder}" in outcome.stderr
             assert message in outcome.stderr
+        for outcome in (lost, hub):
+            assert outcome.code == 1
+            assert re.search(r"^error: --tasks=\S+: the rows of a task cannot be read: .*no network$", outcome.stderr, re.M)
+            assert "Traceback" not in outcome.stderr
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-pytest.importorskip("gcsfs", reason="pip install 'aamoe_jax[gcs]'")
+pytest.importorskip("gcsfs", reason="pip install -c constraints.txt -e '.[gcs]'")
 
 import gcsfs.retry
 

@@ -56,7 +56,7 @@ def test_an_old_python(monkeypatch):
 
 
 def test_a_bucket_is_tried_and_a_host_without_what_it_takes_says_so(monkeypatch):
-    pytest.importorskip("gcsfs", reason="pip install 'aamoe_jax[gcs]'")
+    pytest.importorskip("gcsfs", reason="pip install -c constraints.txt -e '.[gcs]'")
     with FakeGCS("bucket") as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
