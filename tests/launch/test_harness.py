@@ -127,7 +127,9 @@ class TestPrograms:
             assert message in outcome.stderr
         for outcome in (lost, hub):
             assert outcome.code == 1
-            assert re.search(r"^error: --tasks=\S+: the rows of a task cannot be read: .*no network$", outcome.stderr, re.M)
+            assert re.search(
+                r"^error: --tasks=\S+: the rows of a task cannot be read: .*no network$", outcome.stderr, re.M
+            )
             assert "Traceback" not in outcome.stderr
 
 
