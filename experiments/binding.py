@@ -241,6 +241,8 @@ def _read_file(name: str, beside: Path | None, including: tuple[Path, ...]) -> I
         raise ConfigError(f"no gin file is called {shown(name)}{hint}")
     if path.resolve() in including:
         raise ConfigError(f"gin file {name!r} includes itself")
+    if (CONFIGS / name).is_file() and not path.samefile(CONFIGS / name):
+        logging.warning("%s is used, not the shipped config of that name", path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -97,8 +97,11 @@ class TestLoading:
         file = write("include 'aamoe.gin'\nTrainingConfig.steps = 3\n")
         assert set(differences(load_experiment(["aamoe.gin"]), load_experiment([file]))) == {"TrainingConfig.steps"}
 
-    def test_a_file_here_hides_a_shipped_one_of_the_same_name(self, write):
+    def test_a_file_here_hides_a_shipped_one_of_the_same_name_and_says_so(self, write, caplog):
+        load_experiment(["aamoe.gin"])
+        assert caplog.text == ""
         assert load_experiment([write("TrainingConfig.steps = 3\n", "aamoe.gin")]).training.steps == 3
+        assert "aamoe.gin is used, not the shipped config of that name" in caplog.text
 
     def test_blocks(self, write):
         file = write("ModelConfig:\n    d_model = 64  # narrow\n    num_layers = 2\n")
