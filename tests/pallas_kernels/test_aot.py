@@ -1,6 +1,8 @@
 """The real TPU compilers, where libtpu is installed: `make test-aot`."""
 
+import importlib.metadata
 import importlib.util
+import json
 import subprocess
 
 import jax
@@ -11,6 +13,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import aot, chips, schedule
 from pallas_kernels.block_sparse_attention.operation import Problem
 from pallas_kernels.block_sparse_attention.tpu import resident
+from tests.pallas_kernels import golden
 
 HERE, CASES = "tests.pallas_kernels.test_aot", "tests.pallas_kernels.chip_cases"
 KERNEL = f"{CASES}:kernel"
@@ -106,11 +109,14 @@ def test_float32_takes_six_passes_of_the_matrix_units(name, tmp_path):
 
 @needs_libtpu
 def test_the_whole_of_it_compiles_tables_and_gradients_included(tmp_path):
-    shape = {"tokens": 1024, "heads": 8, "d": 128, "m": 128, "experts": 8, "rows": 512}
-    compiled = aot.compile_apart("v5e", f"{CASES}:attention", shape, dump_to=tmp_path)
+    compiled = aot.compile_apart(golden.CHIP, golden.CASE, golden.SHAPE, dump_to=tmp_path)
     for name in ("forward_running", "mass", "backward"):
         assert schedule.read(tmp_path, f"block_sparse_attention_{name}").cycles_a_step > 0
     assert compiled.temporary_bytes < 16 * 512 * 8 * 128 * 2  # less than a row of bfloat16 for every pair
+    known, version = json.loads(golden.FILE.read_text()), importlib.metadata.version("libtpu")
+    if version != known["libtpu"]:
+        pytest.skip(f"the golden file is libtpu {known['libtpu']}'s, this is {version}: {golden.COMMAND}")
+    assert golden.bundles_around_kernels(tmp_path) < 1.05 * known["bundles_around_kernels"]
 
 
 @needs_libtpu
