@@ -187,7 +187,9 @@ def loss_fn(
     if detail == "tokens":
         statistics = beside_loss(statistics, logits, batch, shards)
     targets, counts = (shards.part(batch[name], TOKENS) for name in ("targets", "loss_mask"))
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+    # Compared with, not looked up: the gradient of a look-up is a scatter into all logits.
+    wanted = jax.nn.one_hot(targets, logits.shape[-1])
+    nll = optax.softmax_cross_entropy(logits.astype(jnp.float32), wanted)
     nll, statistics = all_reduce(jnp.sum(nll * counts)), over_all_devices(statistics)
     loss = nll / jnp.maximum(totals["count"], 1)
     if weights is not None and not statistics.keys().isdisjoint(LOSSES):
