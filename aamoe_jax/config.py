@@ -176,7 +176,7 @@ class AAMoEConfig:
     keys estimate, with nothing of its own to train."""
     pooled_keys: int = 4
     """Of `pooled`, g: so many keys stand for the chunk_size keys of a chunk or expert, each the mean of a group."""
-    router_precision: RouterPrecision = "highest"
+    router_precision: RouterPrecision = "high"
     """Of the products that make the scores, by the names of `jax.lax.Precision`: six products in bfloat16 on a TPU for
     one in float32 (`highest`), three (`high`), or one (`default`). CPUs multiply in float32 whatever this says."""
     expert_router: Literal["embedding", "attention"] = "embedding"
