@@ -131,7 +131,8 @@ def test_wandb_offline_goes_on_in_the_same_run(tmp_path, monkeypatch):
 def test_one_that_is_not_installed_names_its_extra(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, LIBRARIES[name], None)
     with pytest.raises(
-        ConfigError, match=rf"TrainingConfig.trackers: '{name}' needs .*pip install 'aamoe_jax\[{name}\]'"
+        ConfigError,
+        match=rf"TrainingConfig.trackers: '{name}' needs .*pip install -c constraints.txt -e '\.\[{name}\]'",
     ):
         write(config_of(tmp_path, name), tmp_path / "run", [])
 
