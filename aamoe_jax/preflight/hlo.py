@@ -106,13 +106,10 @@ class Computation:
     instructions: dict[str, Instruction]
     root: str
 
-    def parameter(self, number: int) -> Instruction:
-        """The instruction that stands for an argument."""
-        return next(
-            item
-            for item in self.instructions.values()
-            if (item.opcode, item.operand_text) == ("parameter", f"{number}")
-        )
+    def parameter(self, number: int) -> Instruction | None:
+        """The instruction that stands for an argument; None where a fusion has no use for it."""
+        parameters = (item for item in self.instructions.values() if item.opcode == "parameter")
+        return next((item for item in parameters if item.operand_text == f"{number}"), None)
 
 
 @dataclasses.dataclass(frozen=True)

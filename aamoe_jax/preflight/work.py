@@ -137,7 +137,7 @@ def moved_bytes(module: Module, computation: Computation, item: Instruction) -> 
     if item.opcode == "fusion":
         inner = module.computations[item.called["calls"][0]]
         read = sum(
-            _read(module, inner, inner.parameter(index).name)
+            _read_argument(module, inner, index)
             for index in range(len(item.operands))
             if _in_main_memory(operand_shapes(computation, item, index))
         )
@@ -160,6 +160,12 @@ def _in_main_memory(arrays: tuple[Shape, ...]) -> bool:
     return any(shape.in_main_memory for shape in arrays)
 
 
+def _read_argument(module: Module, computation: Computation, number: int) -> int:
+    """Bytes of an argument that a fusion reads."""
+    parameter = computation.parameter(number)
+    return 0 if parameter is None else _read(module, computation, parameter.name)
+
+
 def _read(module: Module, computation: Computation, name: str) -> int:
     """Bytes of a value that a fusion reads: slices of it where it takes no more."""
     whole = sum(shape.bytes for shape in computation.instructions[name].results)
@@ -172,7 +178,7 @@ def _read(module: Module, computation: Computation, name: str) -> int:
                 read += user.results[0].bytes
             elif user.opcode == "fusion":
                 inner = module.computations[user.called["calls"][0]]
-                read += _read(module, inner, inner.parameter(index).name)
+                read += _read_argument(module, inner, index)
             elif user.opcode != "dynamic-update-slice" or index != 0:  # which writes into it, in place
                 read += whole
     return min(read, whole)

@@ -193,6 +193,20 @@ class TestCollectives:
         assert (permuted.kind, permuted.sent) == ("collective-permute", 2 * 64)
         assert collectives.collectives(module, hlo.runs(module), {"data": 8}) == ()
 
+    def test_an_argument_that_a_fusion_has_no_use_for_moves_nothing(self):
+        inside = "\n  ".join(["%p = f32[8,128] parameter(0)", "ROOT %n = f32[8,128] negate(%p)"])
+        body = "\n  ".join(
+            [
+                "%a = f32[8,128] parameter(0)",
+                "%b = f32[64,128] parameter(1)",
+                "ROOT %r = f32[8,128] fusion(%a, %b), kind=kLoop, calls=%f",
+            ]
+        )
+        heads = "%f (p: f32[8,128], q: f32[64,128]) -> f32[8,128]", "ENTRY %main (a: f32[8,128]) -> f32[8,128]"
+        text = "".join(f"{head} {{\n  {lines}\n}}\n\n" for head, lines in zip(heads, (inside, body), strict=True))
+        module = hlo.parse(f"HloModule x\n\n{text}")
+        assert work.measure(module, hlo.runs(module)).bytes == 2 * 4 * 8 * 128
+
     def test_those_of_a_compiled_program_run_along_the_axes_that_it_names(self, texts):
         for sizes, text in texts.items():
             axes = dict(zip(programs.AXES, map(int, sizes.split()), strict=True))
