@@ -82,9 +82,10 @@ def main(argv: list[str]) -> None:
 
     manager, tasks = load_tasks(FLAGS.tasks)
     checkpoint = program.load_on_mesh(FLAGS.checkpoint, FLAGS.which)
+    model = HarnessModel(checkpoint, batch_size=FLAGS.batch_size, max_length=FLAGS.max_length)
     try:
         results = simple_evaluate(
-            HarnessModel(checkpoint, batch_size=FLAGS.batch_size, max_length=FLAGS.max_length),
+            model,
             tasks=tasks,
             num_fewshot=FLAGS.fewshot,
             limit=FLAGS.limit,

@@ -187,9 +187,9 @@ def loss_fn(
     if detail == "tokens":
         statistics = beside_loss(statistics, logits, batch, shards)
     targets, counts = (shards.part(batch[name], TOKENS) for name in ("targets", "loss_mask"))
-    # Compared with, not looked up: the gradient of a look-up is a scatter into all logits.
-    wanted = jax.nn.one_hot(targets, logits.shape[-1])
-    nll = optax.softmax_cross_entropy(logits.astype(jnp.float32), wanted)
+    # One-hot labels are fused away; the gradient of looking labels up by index is a scatter into all logits.
+    labels = jax.nn.one_hot(targets, logits.shape[-1])
+    nll = optax.softmax_cross_entropy(logits.astype(jnp.float32), labels)
     nll, statistics = all_reduce(jnp.sum(nll * counts)), over_all_devices(statistics)
     loss = nll / jnp.maximum(totals["count"], 1)
     if weights is not None and not statistics.keys().isdisjoint(LOSSES):

@@ -41,7 +41,7 @@ def test_too_big_is_said_in_our_words_with_the_compiler_s_limit():
     assert not summary.fits
     assert summary.memory.peak > summary.memory.limit
     assert max(summary.buffers, key=lambda buffer: buffer.bytes) == summary.buffers[0]
-    assert "32768]" not in summary.buffers[0].shape  # no scatter into logits: these are not what is held at the peak
+    assert "32768]" not in summary.buffers[0].shape  # the loss does not hold the logits' gradient at the peak
     text = too_big(summary, config)
     assert "exceeds available HBM (15.75G)" in text
     assert "TrainingConfig.accumulate = 2: 128 instead of 256 rows at a time" in text
