@@ -35,22 +35,20 @@ def kernel(
     scalars = [shape((TILES, 1, tile), kind) for kind in (INT, F32, INT)]
     tiles, bounds = (
         resident_kernels.Tiles(shape((TILES,), INT), *scalars),
-        resident_kernels.Bounds(*[shape((), INT)] * 3),
+        resident_kernels.Bounds(*[shape((), INT)] * 4),
     )
     table = shape((RESOURCES, m, layout.groups * layout.lanes), dtype)
-    rows = (layout.groups, layout.slots * ROWS, LANES)
-    stats = by_tile((layout.groups, layout.slots, LANES))
+    rows, stats = by_tile((tokens, layout.groups * ROWS, LANES)), by_tile((layout.groups, tokens, LANES))
     vmem = resident.vmem_bytes(layout, m, dtype.itemsize) if vmem is None else vmem
     options = {"layout": layout, "scale": d**-0.5, "vmem_bytes": vmem, "interpret": False}
-    if name == "backward":
-        packed = (layout.groups, rows[1] * (2 if dtype == F32 else 1), LANES)
-        word, d_table = F32 if dtype == F32 else jnp.uint32, by_tile(table.shape)
-        d_bias = by_tile((layout.groups, TILES, 1, tile))
-        arrays = shape((2, *packed), word), stats, table, table, d_table, d_table, by_tile((2, *rows)), d_bias
-        return functools.partial(resident_kernels.backward, **options), (*arrays, tiles, bounds)
     words, kinds = (F32, 2) if dtype == F32 else (jnp.uint32, 1)
+    if name == "backward":
+        packed, d_table = shape((tokens, kinds * layout.groups * ROWS, LANES), words), by_tile(table.shape)
+        changed = (rows, rows), by_tile((layout.groups, TILES, 1, tile)), d_table, d_table
+        arrays = *changed, (packed, packed), stats, table, table, tiles, bounds
+        return functools.partial(resident_kernels.backward, **options), arrays
     maximum = {"forward": "bounded", "forward_running": "running"}[name]
-    arrays = shape((kinds, *rows), words), table, table, by_tile(rows), stats, tiles, bounds
+    arrays = rows, stats, (shape(rows.shape, words),) * kinds, table, table, tiles, bounds
     return functools.partial(resident_kernels.forward, maximum=maximum, **options), arrays
 
 

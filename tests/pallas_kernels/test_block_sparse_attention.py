@@ -80,10 +80,11 @@ class TestPallasTpuResident(TpuAttentionTest):
 
     @pytest.mark.parametrize("bounded", [True, False])
     def test_the_code_that_a_tpu_runs_has_no_races(self, bounded, monkeypatch, capfd):
-        """The chip's memories and copies, simulated, over windows of several tiles with both kinds of queries: nothing
-        is read before it has arrived, or overwritten before it was read; what was never written is NaN."""
-        inputs, static = random_inputs(Shape(tokens=32, m=8, num_context=4, d=8, count=4, bounded=bounded))
-        layout = Layout(tile=16, windows=2, tokens=16, groups=1, heads=2, d=8)
+        """The chip's memories and copies, simulated, over windows of several tiles with both kinds of queries, the last
+        one shorter: nothing is read before it has arrived, or overwritten before it was read; what was never written is
+        NaN."""
+        inputs, static = random_inputs(Shape(tokens=40, m=8, num_context=5, d=8, count=4, bounded=bounded))
+        layout = Layout(tile=16, windows=3, tokens=16, groups=1, heads=2, d=8)
         monkeypatch.setitem(interface.PLANS, "few", (lambda p: resident.Path(p, layout), operation.XLA_WINDOW))
         compiled = lambda kernel, *arrays, **options: kernel(*arrays, **options, interpret=False)  # noqa: E731
         monkeypatch.setattr(resident, "compiled_or_interpreted", compiled)
@@ -99,8 +100,8 @@ class TestPallasTpuResident(TpuAttentionTest):
         unknown = jnp.arange(48 * 3).reshape(48, 3) % 5 == 1
         pairs = inputs.pairs._replace(resource=jnp.where(unknown, len(inputs.key), inputs.pairs.resource))
         places, tiles, _ = path.tables(pairs)
-        n, row = np.nonzero(np.asarray(tiles.row)[:, 0] < 8 * 16)
-        token = np.asarray(tiles.row)[n, 0, row] // 8 + np.asarray(places.resource)[n] // len(inputs.key) * 16
+        n, row = np.nonzero(np.asarray(tiles.row)[:, 0] < 16)
+        token = np.asarray(tiles.row)[n, 0, row] + np.asarray(places.resource)[n] // len(inputs.key) * 16
         is_slot = np.asarray(pairs.resource)[token] == np.asarray(tiles.resource)[n, None]
         assert np.all(is_slot.sum(1) == 1)
         np.testing.assert_array_equal(np.sort(3 * token + is_slot.argmax(1)), np.flatnonzero(~np.asarray(unknown)))

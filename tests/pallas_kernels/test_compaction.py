@@ -51,13 +51,13 @@ def check(tokens, slots, resources, tile, windows, max_pairs):
                     continue
                 at, padding = (token[some], k[some]), (0, tile - len(some))
                 assert tables.resource[n] == window * resources + r
-                wanted = 8 * (token[some] - window * a_window), bias[at], visible[at]
-                for x, y, fill in zip(tiles, wanted, (8 * a_window, -np.inf, 0), strict=True):
+                wanted = token[some] - window * a_window, bias[at], visible[at]
+                for x, y, fill in zip(tiles, wanted, (a_window, -np.inf, 0), strict=True):
                     np.testing.assert_array_equal(x[n, 0], np.pad(y, padding, constant_values=fill))
                 expected[at] = value[n, 0, : len(some)]
                 n += 1
     assert tables.begin[-1] == n < len(tables.resource)
-    for x, fill in zip(tiles, (8 * a_window, -np.inf, 0), strict=True):
+    for x, fill in zip(tiles, (a_window, -np.inf, 0), strict=True):
         np.testing.assert_array_equal(x[n:], fill)
     np.testing.assert_array_equal(found[:tokens, :slots], expected)
 
@@ -91,5 +91,5 @@ def test_pairs_of_a_whole_window_with_one_resource():
         resource = np.full((256, 1), 2, np.int32)
         tables = compaction.build(jnp.asarray(resource), jnp.asarray(count), 3, 256, layout)
         row, *_ = compaction.to_tiles(jnp.zeros((256, 1)), jnp.ones((256, 1), jnp.int32), tables, 3, layout)
-        token = np.asarray(row).ravel() // 8
+        token = np.asarray(row).ravel()
         np.testing.assert_array_equal(token[token < 256], np.flatnonzero(count))

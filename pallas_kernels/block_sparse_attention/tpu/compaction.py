@@ -63,12 +63,12 @@ def build(
 def to_tiles(
     bias: Float[Array, "T K"], visible: Int[Array, "T K"], tables: Tables, num_resources: int, layout: Layout
 ) -> tuple[Int[Array, "N 1 t"], Float[Array, "N 1 t"], Int[Array, "N 1 t"]]:
-    """Of every row of a tile: ROWS * token (of the window), bias and visible keys. Padding rows, which come last:
-    ROWS * layout.tokens, -inf and 0."""
+    """Of every row of a tile: its token (of the window), bias and visible keys. Padding rows, which come last:
+    layout.tokens, -inf and 0."""
     seen = (jnp.clip(visible, 0, MOST_VISIBLE).astype(INT) + 1) << SHIFT
     slots = [_by_slot(x, layout, fill=0) for x in (seen, bias.astype(F32))]
     shape = len(tables.resource), *_tile_shape(layout)
-    fills = (ROWS * layout.tokens, INT), (-jnp.inf, F32), (0, INT)
+    fills = (layout.tokens, INT), (-jnp.inf, F32), (0, INT)
     nothing = [jnp.full_like(bias, fill, dtype=kind, shape=shape) for fill, kind in fills]
     found = compiled_or_interpreted(_cut, tables, *slots, *nothing, num_resources=num_resources, layout=layout)
     row, bias, visible = (x.reshape(-1, 1, layout.tile) for x in found)
@@ -242,7 +242,7 @@ def _cut_kernel(
     def cut(b, carry):
         word, value = words[_tokens(b), :].T, values[_tokens(b), :].T
         pair, token = word > 0, b * SQUARE + _number(1) + (word & ((1 << SHIFT) - 1))
-        row = ROWS * jnp.where(pair, token, layout.tokens)
+        row = jnp.where(pair, token, layout.tokens)
         bias, visible = jnp.where(pair, value, -jnp.inf), jnp.where(pair, (word >> SHIFT) - 1, 0)
         for piece, columns in _pieces(b, layout):
             for ref, x in ((row_pieces, row), (bias_pieces, bias), (visible_pieces, visible)):
@@ -279,8 +279,8 @@ def _join_kernel(
         """Back to the matrix, gaps closed."""
         pieces = [piece for piece, _ in _pieces(b, layout)]
         row, x = (jnp.concatenate([ref[piece] for piece in pieces], axis=1) for ref in (row_pieces, x_pieces))
-        gaps = jax.lax.shift_right_logical(row, 3) - b * SQUARE - _number(1)
-        words[_tokens(b, room), :] = jnp.where(row < ROWS * layout.tokens, 1 << SHIFT | gaps, 0).T
+        gaps = row - b * SQUARE - _number(1)
+        words[_tokens(b, room), :] = jnp.where(row < layout.tokens, 1 << SHIFT | gaps, 0).T
         values[_tokens(b, room), :] = x.T
         return carry
 
@@ -303,7 +303,7 @@ def _join_kernel(
 
     @pl.when(step.tiles[0] < step.tiles[1])
     def _():
-        _fill(row_pieces, 0, row_pieces.shape[0], ROWS * layout.tokens, batch=1)
+        _fill(row_pieces, 0, row_pieces.shape[0], layout.tokens, batch=1)
         _fill(words, 0, room, 0)
         step.copy_tiles(begin, resource, layout, copies)
         jax.lax.fori_loop(0, size // SQUARE, turn, 0)

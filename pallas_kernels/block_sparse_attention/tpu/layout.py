@@ -1,10 +1,9 @@
 """How tokens, heads and keys lie in a TPU's registers, and back.
 
 A token of a head group is one register, 8 rows of 128 lanes. Keys and values have the heads of a group side by side in
-their lanes. Tokens come in windows, as many as fast memory holds; every window ends in a few slots for padding.
+their lanes. Kernels take tokens window by window, as many as fast memory holds, from arrays of all tokens.
 
-Shapes: T tokens, R resources, m keys a resource, H heads, d head size, N windows, G head groups, W token slots of a
-window, V = 8 W rows, E lanes of all groups.
+Shapes: T tokens, L tokens in whole registers of statistics, H heads, d head size, G head groups, Q = 8 G rows.
 """
 
 import math
@@ -18,6 +17,7 @@ from pallas_kernels.block_sparse_attention.tpu.lanes import from_lanes, pad_rows
 from pallas_kernels.tpu import LANES, ROWS, round_up
 
 GROUP = ROWS * LANES  # lanes of a token in one group
+PIECE = 64  # tokens that are copied at once: large windows are a multiple, so that most lengths of a row are too
 TOTAL = 64  # two statistics for every head of a group: one in lane h, one in lane TOTAL + h
 
 
@@ -26,14 +26,14 @@ class Layout(NamedTuple):
 
     tile: int  # pairs a tile
     windows: int
-    tokens: int  # of a window; without padding; whole registers of statistics
+    tokens: int  # of a window; whole registers of statistics
     groups: int
     heads: int
     d: int
 
     @property
     def slots(self) -> int:
-        """Tokens of a window and the padding, the first slot of which is where padding rows of tiles go."""
+        """Of a window in fast memory: its tokens, and padding, the first slot of which takes padding rows of tiles."""
         return self.tokens + ROWS
 
     @property
@@ -56,54 +56,51 @@ class Layout(NamedTuple):
 def choose(tokens: int, heads: int, d: int, rows: float, most_tokens: int, block_sizes: BlockSizes = DEFAULT) -> Layout:
     """Groups of heads that fill a register a token; large tiles where resources have rows (on average) to fill them.
 
-    Windows of equal size, of at most `most_tokens`.
+    Windows of equal size, of at most `most_tokens`; the last may have fewer.
     """
     d = 2 ** math.ceil(math.log2(d)) if d < LANES else round_up(d, LANES)
     if d > GROUP:
         raise ValueError(f"head size {d}; wanted at most {GROUP}")
     groups = -(-heads // min(TOTAL, GROUP // d))
     windows = -(-tokens // most_tokens)
-    size = -(-tokens // (windows * ROWS)) * ROWS
+    size = round_up(-(-tokens // windows), PIECE if windows > 1 else ROWS)
+    if size > most_tokens:
+        size = round_up(-(-tokens // windows), ROWS)
+    windows = -(-tokens // size)
     block_sizes.require_multiple("pairs", LANES)
     tile = block_sizes.pairs or pairs_a_tile(rows / windows)
     return Layout(tile, windows, size, groups, -(-heads // groups), d)
 
 
-def _windows(x: Shaped[Array, "T *U"], layout: Layout) -> Shaped[Array, "N W *U"]:
-    x = pad_rows(x, layout.windows * layout.tokens).reshape(layout.windows, layout.tokens, *x.shape[1:])
-    return jnp.pad(x, [(0, 0), (0, ROWS), *[(0, 0)] * (x.ndim - 2)])
+def to_rows(x: Shaped[Array, "T H d"], layout: Layout) -> Shaped[Array, "L Q 128"]:
+    """Every token a register in every head group: where heads fill registers, the array as it is."""
+    x = pad_rows(to_lanes(x, layout, GROUP), round_up(len(x), ROWS))
+    return x.reshape(len(x), layout.groups * ROWS, LANES)
 
 
-def to_rows(x: Shaped[Array, "T H d"], layout: Layout) -> Shaped[Array, "N G V 128"]:
-    """Every token a register in every head group."""
-    x = _windows(to_lanes(x, layout, GROUP), layout).reshape(layout.windows, layout.slots, layout.groups, GROUP)
-    return x.swapaxes(1, 2).reshape(layout.windows, layout.groups, layout.slots * ROWS, LANES)
-
-
-def from_rows(x: Float[Array, "N G V 128"], layout: Layout, shape: tuple[int, ...]) -> Float[Array, "T H d"]:
+def from_rows(x: Float[Array, "L Q 128"], layout: Layout, shape: tuple[int, ...]) -> Float[Array, "T H d"]:
     """What `to_rows` came from."""
     tokens, heads, d = shape
-    x = x.reshape(layout.windows, layout.groups, layout.slots, GROUP)[:, :, : layout.tokens].swapaxes(1, 2)
-    return from_lanes(x.reshape(-1, layout.groups * GROUP)[:tokens], layout, heads, d)
+    return from_lanes(x.reshape(len(x), layout.groups * GROUP)[:tokens], layout, heads, d)
 
 
 def to_stats(
     first: Float[Array, "T H"], second: Float[Array, "T H"], layout: Layout, padding: float = 0.0
-) -> Float[Array, "N G W 128"]:
+) -> Float[Array, "G L 128"]:
     """Two numbers for every token and head, in one row of lanes a token; `padding` is the first of no head."""
 
     def place(x, padding):
         heads = [(0, 0), (0, layout.groups * layout.heads - x.shape[1])]
-        x = jnp.pad(x, heads, constant_values=padding)
-        x = _windows(x, layout).reshape(layout.windows, layout.slots, layout.groups, layout.heads)
-        return jnp.pad(x, [(0, 0)] * 3 + [(0, TOTAL - layout.heads)])
+        x = pad_rows(jnp.pad(x, heads, constant_values=padding), round_up(len(x), ROWS))
+        x = x.reshape(len(x), layout.groups, layout.heads)
+        return jnp.pad(x, [(0, 0), (0, 0), (0, TOTAL - layout.heads)])
 
-    return jnp.concatenate([place(first, padding), place(second, 0.0)], axis=3).swapaxes(1, 2)
+    return jnp.concatenate([place(first, padding), place(second, 0.0)], axis=2).swapaxes(0, 1)
 
 
-def from_stats(x: Float[Array, "N G W 128"], layout: Layout, shape: tuple[int, ...]) -> tuple:
+def from_stats(x: Float[Array, "G L 128"], layout: Layout, shape: tuple[int, ...]) -> tuple:
     """What `to_stats` came from, (T, H) each."""
-    x = x[:, :, : layout.tokens].swapaxes(1, 2)
+    x = x.swapaxes(0, 1)
 
     def pick(first):
         y = x[..., first : first + layout.heads].reshape(-1, layout.groups * layout.heads)

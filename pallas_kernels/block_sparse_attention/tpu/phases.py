@@ -13,18 +13,13 @@ BETWEEN = 4  # the same, between the products of another tile: more would be mov
 UNROLL = 32  # rows in one basic block: enough to hide the latency of a load
 
 
-def row_slice(row, size: int = ROWS, scale: int = 1):
-    """The `size` rows of a token from an address on, in an array whose tokens have `scale` times as many."""
-    return pl.ds(row * scale if isinstance(row, int) else pl.multiple_of(row * scale, size), size)
-
-
-def token_slice(row):
-    """The same in an array of one row a token."""
-    return pl.ds(jax.lax.shift_right_logical(row, 3), 1)
+def row_slice(number, size: int = ROWS):
+    """The `size` rows of a token of a tile."""
+    return pl.ds(number * size if isinstance(number, int) else pl.multiple_of(number * size, size), size)
 
 
 Body = Callable[[Sequence, Any], None]
-"""body(addresses, first): what is done with a few rows of a tile: their addresses, and the number of the first."""
+"""body(slots, first): what is done with a few rows of a tile: their tokens' slots, and the number of the first."""
 
 
 def for_rows(row_ref, interpret: bool, body: Body) -> None:
@@ -77,7 +72,7 @@ def overlapped(rows: Rows, phases: Phases, interpret: bool, bounds) -> None:
     The first tile that meets context, or experts, has none before it with the same queries: it is gathered alone, and
     what is then accumulated goes to the padding slot, see `_Blocks.rows`. The last one is accumulated alone.
     """
-    step, last = pl.program_id(1), pl.num_programs(1) - 1
+    step = pl.program_id(1)
     for buffer in range(2):  # a copy of the code for each: the addresses in them are then known
 
         @pl.when(jax.lax.rem(step, 2) == buffer)
@@ -99,7 +94,7 @@ def overlapped(rows: Rows, phases: Phases, interpret: bool, bounds) -> None:
 
             phases.attend(buffer, between)
 
-            @pl.when((step == last) | begins(step + 1, bounds))
+            @pl.when(ends(step, bounds))
             def _():
                 for_rows(rows.here, interpret, phases.accumulate(buffer))
 
@@ -107,3 +102,8 @@ def overlapped(rows: Rows, phases: Phases, interpret: bool, bounds) -> None:
 def begins(step, bounds):
     """Whether the first tile of context, or of experts, is that of a step. `bounds`: those of a window."""
     return (step == 0) | (bounds[0] + step == bounds[1])
+
+
+def ends(step, bounds):
+    """Whether the last one is."""
+    return (step == bounds[2] - 1) | begins(step + 1, bounds)

@@ -3,8 +3,8 @@
 Rows longer than fast memory holds are taken window by window. A resource is then met once per window, by the tokens of
 that window.
 
-Shapes: T tokens, K slots, R resources, m keys a resource, H heads, d head size, n windows, G head groups, N tiles, t
-rows a tile.
+Shapes: T tokens, K slots, R resources, m keys a resource, H heads, d head size, N tiles, t rows a tile. Those of the
+kernels are in `resident_kernels`.
 """
 
 import functools
@@ -90,58 +90,55 @@ class Path(NamedTuple):
 
     def _run_forward(self, maximum: Maximum, inputs: Inputs, lanes, tables: Tables, output, first, total):
         (queries, key, value), layout, shape = lanes, self.layout, inputs.query.shape
-        tiles = tables.tiles
         sums = layout_lib.to_rows(output * total[..., None], layout)
         stats = layout_lib.to_stats(first, total, layout)
 
-        def window(of_window):
-            queries, sums, stats, bounds = of_window
-            arrays = queries, key, value, sums, stats, tiles, bounds
-            return self._run(resident_kernels.forward, *arrays, maximum=maximum)
+        def window(state, bounds):
+            arrays = *state, queries, key, value, tables.tiles, bounds
+            return self._run(resident_kernels.forward, *arrays, maximum=maximum), None
 
-        sums, stats = jax.lax.map(window, (queries, sums, stats, self._bounds(tables)))
+        (sums, stats), _ = jax.lax.scan(window, (sums, stats), self._bounds(tables))
         return layout_lib.from_rows(sums, layout, shape), layout_lib.from_stats(stats, layout, shape[:2])
 
     def mass(self, inputs: Inputs, tables: Tables, parts: None, lse: Float[Array, "T H"]) -> Float[Array, "T K"]:
         """By scores that are computed once more: it is asked for seldom, and would be dear beside the output."""
-        layout, tiles, key = self.layout, tables.tiles, to_lanes(inputs.key, self.layout)
+        layout, tiles, queries = self.layout, tables.tiles, self._queries(inputs)
+        key = to_lanes(inputs.key, layout)
         lse = finite(lse - tables.shift)
         stats = layout_lib.to_stats(lse, jnp.zeros_like(lse), layout, padding=-LOWEST)  # heads that are padding
 
-        def window(shares, of_window):
-            queries, stats, bounds = of_window
-            return self._run(resident_kernels.mass, queries, stats, key, shares, tiles, bounds)[0], None
+        def window(shares, bounds):
+            return self._run(resident_kernels.mass, shares, queries, stats, key, tiles, bounds)[0], None
 
         shares = jnp.zeros_like(stats, shape=(layout.groups, len(tiles.resource), 1, layout.tile))
-        shares, _ = jax.lax.scan(window, shares, (self._queries(inputs), stats, self._bounds(tables)))
+        shares, _ = jax.lax.scan(window, shares, self._bounds(tables))
         return self._from_tiles(shares.sum(0) / self.problem.heads, tables)
 
-    def _queries(self, inputs: Inputs) -> Num[Array, "n p G V 128"]:
-        """Both kinds: in bfloat16 as halves of a word, else one after the other."""
-        both = [layout_lib.to_rows(x, self.layout) for x in (inputs.query, inputs.query_expert)]
-        return _words(*both)[:, None] if inputs.query.dtype == jnp.bfloat16 else jnp.stack(both, axis=1)
+    def _queries(self, inputs: Inputs) -> tuple[Num[Array, "L Q 128"], ...]:
+        """Both kinds: in bfloat16 as halves of words."""
+        both = tuple(layout_lib.to_rows(x, self.layout) for x in (inputs.query, inputs.query_expert))
+        return (_words(*both),) if inputs.query.dtype == jnp.bfloat16 else both
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
         """Every kernel adds to what there is: no gradient is written twice, and none is left unwritten."""
         query, query_expert, key, value, *_ = inputs
         layout, problem, tiles = self.layout, self.problem, tables.tiles
         d_output, lse, delta = cotangents
-        packed = jnp.stack([_pack(x, d_output, layout) for x in (query, query_expert)], axis=1)
+        packed = tuple(_pack(x, d_output, layout) for x in (query, query_expert))
         stats = layout_lib.to_stats(lse - tables.shift, delta, layout, padding=-LOWEST)  # no weight, whatever the bias
-        d_rows = jnp.stack([layout_lib.to_rows(x, layout) for x in (start.query, start.query_expert)], axis=1)
+        d_queries = tuple(layout_lib.to_rows(x, layout) for x in (start.query, start.query_expert))
         key, value, d_key, d_value = (to_lanes(x, layout) for x in (key, value, start.key, start.value))
 
-        def window(state, of_window):
-            d_key, d_value, d_bias = state
-            packed, stats, d_rows, bounds = of_window
-            arrays = packed, stats, key, value, d_key, d_value, d_rows, d_bias, tiles, bounds
-            d_rows, d_bias, d_key, d_value = self._run(resident_kernels.backward, *arrays)
-            return (d_key, d_value, d_bias), d_rows
+        def window(state, bounds):
+            *d_queries, d_bias, d_key, d_value = self._run(
+                resident_kernels.backward, *state, packed, stats, key, value, tiles, bounds
+            )
+            return (tuple(d_queries), d_bias, d_key, d_value), None
 
         d_bias = jnp.zeros_like(d_key, shape=(layout.groups, len(tiles.resource), 1, layout.tile))
-        state, d_rows = jax.lax.scan(window, (d_key, d_value, d_bias), (packed, stats, d_rows, self._bounds(tables)))
-        d_key, d_value, d_bias = state
-        d_query, d_query_expert = (layout_lib.from_rows(x, layout, query.shape) for x in d_rows.swapaxes(0, 1))
+        state, _ = jax.lax.scan(window, (d_queries, d_bias, d_key, d_value), self._bounds(tables))
+        d_queries, d_bias, d_key, d_value = state
+        d_query, d_query_expert = (layout_lib.from_rows(x, layout, query.shape) for x in d_queries)
         d_key, d_value = (from_lanes(x, layout, problem.heads, problem.d) for x in (d_key, d_value))
         d_bias = self._from_tiles(d_bias.sum(0), tables)
         return Gradients(d_query, d_query_expert, d_key, d_value, start.bias + d_bias)
@@ -154,10 +151,10 @@ class Path(NamedTuple):
     def _bounds(self, tables: Tables) -> Bounds:
         """Of every window."""
         (_, resource, begin), resources = tables.places, self.problem.resources
-        window = jnp.arange(self.layout.windows) * resources
-        first, experts, last = (begin[window + r] for r in (0, self.problem.num_context, resources))
+        window = jnp.arange(self.layout.windows)
+        first, experts, last = (begin[window * resources + r] for r in (0, self.problem.num_context, resources))
         first = jnp.where(first < last, first, len(resource) - 1)  # a window without pairs: the empty tile
-        return Bounds(first, experts, jnp.maximum(last - first, 1))
+        return Bounds(first, experts, jnp.maximum(last - first, 1), window)
 
     def _run(self, kernel, *arrays, **options):
         size = vmem_bytes(self.layout, self.problem.m, self.problem.dtype.itemsize)
@@ -214,10 +211,10 @@ def _words(low: Float[Array, "*N"], high: Float[Array, "*N"]) -> Num[Array, "*N"
     return low | (high << 16)
 
 
-def _pack(query: Float[Array, "T H d"], d_output: Float[Array, "T H d"], layout: Layout) -> Num[Array, "n G V 128"]:
+def _pack(query: Float[Array, "T H d"], d_output: Float[Array, "T H d"], layout: Layout) -> Num[Array, "L S 128"]:
     """Query and output gradient of a token side by side: halves of a word, or a register each."""
     q, do = (layout_lib.to_rows(x, layout) for x in (query, d_output))
     if q.dtype == jnp.bfloat16:
         return _words(q, do)
-    both = jnp.stack([x.reshape(*x.shape[:2], layout.slots, ROWS, LANES) for x in (q, do)], axis=3)
-    return both.reshape(*q.shape[:2], -1, LANES)
+    both = jnp.stack([x.reshape(len(x), layout.groups, ROWS, LANES) for x in (q, do)], axis=2)
+    return both.reshape(len(q), -1, LANES)

@@ -7,11 +7,14 @@ transposed, keys by tokens: everything per token is a row of lanes. Tiles run in
 deterministic. While the products of one tile run, the tokens of the next are picked and the sums of the one before are
 added up: they are in other slots of the same bundles.
 
-Shapes: G head groups, N tiles, t rows a tile, W token slots (of a window; see `layout`), V = 8 W rows, R resources, m
-keys a resource, E lanes of all groups; S rows of a token, 8 or 16.
+Arrays of tokens are those of all windows: a kernel copies what its window needs, and leaves the rest as it is.
+
+Shapes: L tokens, G head groups, Q = 8 G rows of a token, S = 16 G rows in float32, or Q; N tiles, t rows a tile, R
+resources, m keys a resource, E lanes of all groups.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -26,25 +29,27 @@ from pallas_kernels.block_sparse_attention.tpu.phases import (
     Phases,
     Rows,
     begins,
+    ends,
     for_rows,
     in_series,
     overlapped,
     row_slice,
-    token_slice,
 )
 from pallas_kernels.tpu import F32, LANES, LOG2_E, ROWS, call, dot
 
 COLUMNS = 256  # tokens whose scores are worked on together: their registers do not spill
+
+ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)  # a kernel copies what it needs itself
 
 Maximum = Literal["bounded", "running"]
 """What scores are measured from: 0, where the caller has made sure that they stay small; or the largest seen so far."""
 
 
 class Tiles(NamedTuple):
-    """What the kernels read of every tile. Padding rows: the first padding slot, bias -inf."""
+    """What the kernels read of every tile. Padding rows: the first slot of padding, bias -inf."""
 
     resource: Int[Array, "N"]
-    row: Int[Array, "N 1 t"]  # ROWS * slot of the token in its window
+    row: Int[Array, "N 1 t"]  # the token's slot in its window
     bias: Float[Array, "N 1 t"]
     visible: Int[Array, "N 1 t"]
 
@@ -55,15 +60,64 @@ class Bounds(NamedTuple):
     first: Int[Array, ""]
     experts: Int[Array, ""]  # the first tile of an expert
     number: Int[Array, ""]  # at least 1: an empty tile where there is none
+    window: Int[Array, ""]
 
 
-def _copy(semaphores, *pairs) -> None:
-    """From main to fast memory, at once, and waits for all."""
-    copies = [pltpu.make_async_copy(source, to, semaphores.at[i]) for i, (source, to) in enumerate(pairs)]
-    for copy in copies:
-        copy.start()
-    for copy in copies:
-        copy.wait()
+class _Memory(NamedTuple):
+    """Moves the tokens of a window between main memory, where those of all windows are, and their slots.
+
+    A place is a function: what lies in main memory of given tokens.
+    """
+
+    layout: Layout
+    length: int  # tokens in main memory
+    window: Any
+    group: Any
+    semaphore: Any
+
+    @classmethod
+    def here(cls, bounds, rows, layout: Layout, semaphore) -> "_Memory":
+        """`rows`: an array of all tokens."""
+        return cls(layout, rows.shape[0], bounds[3], pl.program_id(0), semaphore.at[0])
+
+    def rows(self, ref) -> Callable:
+        """A place in an array of a few rows a token and group, (L, Q, 128)."""
+        size = ref.shape[1] // self.layout.groups
+        mine = pl.ds(pl.multiple_of(self.group * size, size), size)
+        return lambda tokens: ref.at[tokens, mine]
+
+    def stats(self, ref) -> Callable:
+        """A place in an array of one row a token and group, (G, L, 128)."""
+        return lambda tokens: ref.at[self.group, tokens]
+
+    def load(self, *pairs) -> None:
+        """(place, slots): all at once, and waits for them."""
+        self._move(pairs, lambda place, slots: (place, slots))
+
+    def store(self, *pairs) -> None:
+        """(place, slots): the way back."""
+        self._move(pairs, lambda place, slots: (slots, place))
+
+    def _move(self, pairs, direction: Callable) -> None:
+        size, first = self.layout.tokens, self.window * self.layout.tokens
+        piece = math.gcd(size, self.length)  # a copy has a static size, and the last window may be shorter
+
+        def several(i, carry, what):
+            here, there = (pl.ds(pl.multiple_of(x + i * piece, piece), piece) for x in (0, first))
+            for place, slots in pairs:
+                what(pltpu.make_async_copy(*direction(place(there), slots.at[here]), self.semaphore))
+            return carry
+
+        for what in (lambda copy: copy.start(), lambda copy: copy.wait()):
+            pieces = jax.lax.div(jnp.minimum(size, self.length - first), piece)
+            jax.lax.fori_loop(0, pieces, functools.partial(several, what=what), 0)
+
+
+def _clear(layout: Layout, *slots) -> None:
+    """What padding rows of tiles read is masked, but must be a number."""
+    for ref in slots:
+        nothing = ref.at[pl.ds(layout.tokens, layout.slots - layout.tokens)]
+        nothing[...] = jnp.zeros(nothing.shape, nothing.dtype)
 
 
 def _staggered(jobs: Sequence, *stages: Callable[[Any, Any], Any], between: Callable[[int, int], None]) -> list:
@@ -164,27 +218,31 @@ def _stack(rows: list, size: int):
 
 
 def _forward_kernel(
-    resource, bounds, here, after, before, bias_ref, visible_ref, query_ref, key_ref, value_ref,  # in
-    sum_in, stats_in,
-    sum_ref, stats_ref,  # out
-    queries, outputs, stats, decays, copied,  # scratch: the tile's rows
+    resource, bounds, here, after, before, bias_ref, visible_ref, sum_in, stats_in, key_ref, value_ref, queries_in,
+    sum_out, stats_out,
+    query_ref, sum_ref, stats_ref,  # scratch: the window's tokens
+    queries, outputs, stats, decays,  # scratch: the tile's rows
+    copied,
     *, layout: Layout, scale: float, interpret: bool, maximum: Maximum,
 ):  # fmt: skip
     del resource
-    group, step, running = pl.program_id(0), pl.program_id(1), maximum == "running"
+    step, running = pl.program_id(1), maximum == "running"
+    memory = _Memory.here(bounds, sum_in, layout, copied)
 
     @pl.when(step == 0)
     def _():
-        _copy(copied, (sum_in.at[group], sum_ref.at[0]), (stats_in.at[group], stats_ref.at[0]))
+        _clear(layout, query_ref, sum_ref, stats_ref)
+        memory.load((memory.rows(sum_in), sum_ref), (memory.stats(stats_in), stats_ref))
 
+    _load_phase(memory, queries_in, query_ref, step, bounds)
     query = _query(_phase(step, bounds), key_ref.dtype, layout)
 
     def gather(buffer):
         def body(rows, first):
             for j, row in enumerate(rows):
-                queries[buffer, row_slice(first + j, ROWS, ROWS), :] = query_ref[0, 0, row_slice(row), :]
+                queries[buffer, row_slice(first + j), :] = query_ref[row]
                 if running:
-                    stats[buffer, pl.ds(first + j, 1), :] = stats_ref[0, token_slice(row), :]
+                    stats[buffer, pl.ds(first + j, 1), :] = stats_ref[pl.ds(row, 1), :]
 
         return body
 
@@ -227,15 +285,15 @@ def _forward_kernel(
 
     def accumulate(buffer):
         def body(rows, first):
-            olds = [(sum_ref[0, row_slice(row), :], stats_ref[0, token_slice(row), :]) for row in rows]
+            olds = [(sum_ref[row], stats_ref[pl.ds(row, 1), :]) for row in rows]
             news = []
             for j, (old, total) in enumerate(olds):
-                mine = row_slice(first + j, ROWS, ROWS)
+                mine = row_slice(first + j)
                 new, more = outputs[buffer, mine, :], stats[buffer, pl.ds(first + j, 1), :]
                 news.append((old * decays[mine, :] + new, more) if running else (old + new, total + more))
             for row, (new, total) in zip(rows, news, strict=True):
-                sum_ref[0, row_slice(row), :] = new
-                stats_ref[0, token_slice(row), :] = total
+                sum_ref[row] = new
+                stats_ref[pl.ds(row, 1), :] = total
 
         return body
 
@@ -245,21 +303,35 @@ def _forward_kernel(
     else:
         overlapped(rows, phases, interpret, bounds)
 
+    @pl.when(step == bounds[2] - 1)
+    def _():
+        memory.store((memory.rows(sum_out), sum_ref), (memory.stats(stats_out), stats_ref))
+
 
 def _mass_kernel(
-    resource, bounds, here, after, before, bias_ref, visible_ref, query_ref, stats_ref, key_ref, shares_in,  # in
-    shares_ref,  # out
-    queries, stats, copied,  # scratch: the tile's rows
+    resource, bounds, here, after, before, bias_ref, visible_ref, shares_in, stats_in, key_ref, queries_in,
+    shares_ref,
+    query_ref, stats_ref,  # scratch: the window's tokens
+    queries, stats,  # scratch: the tile's rows
+    copied,
     *, layout: Layout, scale: float, interpret: bool,
 ):  # fmt: skip
     # `_call` gives every kernel the addresses of the neighbouring tiles. Nothing overlaps here: they are not needed.
-    del resource, after, before, shares_in, copied
-    query = _query(_phase(pl.program_id(1), bounds), key_ref.dtype, layout)
+    del resource, after, before, shares_in
+    step, memory = pl.program_id(1), _Memory.here(bounds, queries_in[0], layout, copied)
+
+    @pl.when(step == 0)
+    def _():
+        _clear(layout, query_ref, stats_ref)
+        memory.load((memory.stats(stats_in), stats_ref))
+
+    _load_phase(memory, queries_in, query_ref, step, bounds)
+    query = _query(_phase(step, bounds), key_ref.dtype, layout)
 
     def gather(rows, first):
         for j, row in enumerate(rows):
-            queries[row_slice(first + j, ROWS, ROWS), :] = query_ref[0, 0, row_slice(row), :]
-            stats[pl.ds(first + j, 1), :] = stats_ref[0, token_slice(row), :]
+            queries[row_slice(first + j), :] = query_ref[row]
+            stats[pl.ds(first + j, 1), :] = stats_ref[pl.ds(row, 1), :]
 
     for_rows(here, interpret, gather)
     seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
@@ -279,19 +351,26 @@ def _mass_kernel(
 
 
 def _backward_kernel(
-    resource, bounds, here, after, before, bias_ref, visible_ref, packed_ref, stats_ref, key_ref, value_ref,  # in
-    d_key_in, d_value_in, d_query_in, d_bias_in,
-    d_query_ref, d_bias_ref, d_key_ref, d_value_ref,  # out
-    packed, outputs, stats, copied,  # scratch
+    resource, bounds, here, after, before, bias_ref, visible_ref,
+    d_query_in, d_query_expert_in, d_bias_in, d_key_in, d_value_in, packed_in, packed_expert_in, stats_in,
+    key_ref, value_ref,
+    d_query_out, d_query_expert_out, d_bias_ref, d_key_ref, d_value_ref,
+    packed_ref, d_query_ref, stats_ref,  # scratch: the window's tokens
+    packed, outputs, stats,  # scratch: the tile's rows
+    copied,
     *, layout: Layout, scale: float, interpret: bool, size: int,
 ):  # fmt: skip
     del d_bias_in
-    group, step, dtype = pl.program_id(0), pl.program_id(1), key_ref.dtype
-    tile = bounds[0] + step
+    step, dtype = pl.program_id(1), key_ref.dtype
+    tile, memory = bounds[0] + step, _Memory.here(bounds, packed_in, layout, copied)
 
-    @pl.when(begins(step, bounds))
+    @pl.when(step == 0)
     def _():
-        _copy(copied, (d_query_in.at[_phase(step, bounds), group], d_query_ref.at[0, 0]))
+        _clear(layout, packed_ref, d_query_ref, stats_ref)
+        memory.load((memory.stats(stats_in), stats_ref))
+
+    _load_phase(memory, (packed_in, packed_expert_in), packed_ref, step, bounds)
+    _load_phase(memory, (d_query_in, d_query_expert_in), d_query_ref, step, bounds)
 
     @pl.when((step == 0) | (resource[tile] != resource[jnp.maximum(tile - 1, 0)]))
     def _():
@@ -301,9 +380,8 @@ def _backward_kernel(
     def gather(buffer):
         def body(rows, first):
             for j, row in enumerate(rows):
-                token = packed_ref[0, 0, row_slice(row, size, size // ROWS), :]
-                packed[buffer, row_slice(first + j, size, size), :] = token
-                stats[buffer, pl.ds(first + j, 1), :] = stats_ref[0, token_slice(row), :]
+                packed[buffer, row_slice(first + j, size), :] = packed_ref[row]
+                stats[buffer, pl.ds(first + j, 1), :] = stats_ref[pl.ds(row, 1), :]
 
         return body
 
@@ -341,14 +419,20 @@ def _backward_kernel(
 
     def accumulate(buffer):
         def body(rows, first):
-            olds = [d_query_ref[0, 0, row_slice(row), :] for row in rows]
-            news = [old + outputs[buffer, row_slice(first + j, ROWS, ROWS), :] for j, old in enumerate(olds)]
+            olds = [d_query_ref[row] for row in rows]
+            news = [old + outputs[buffer, row_slice(first + j), :] for j, old in enumerate(olds)]
             for row, new in zip(rows, news, strict=True):
-                d_query_ref[0, 0, row_slice(row), :] = new
+                d_query_ref[row] = new
 
         return body
 
     overlapped(Rows(here, after, before), Phases(gather, attend, accumulate), interpret, bounds)
+
+    for kind, ref in enumerate((d_query_out, d_query_expert_out)):
+
+        @pl.when(ends(step, bounds) & (_phase(step, bounds) == kind))
+        def _(ref=ref):
+            memory.store((memory.rows(ref), d_query_ref))
 
 
 def _query(phase, dtype, layout: Layout) -> Callable[[Any, _Job], Any]:
@@ -371,6 +455,15 @@ def _unpack(packed, job: _Job, layout: Layout, size: int):
     words = _load(packed, job, layout)
     halves = words << 16, words & jnp.uint32(0xFFFF0000)
     return tuple(jax.lax.bitcast_convert_type(x, F32) for x in halves)
+
+
+def _load_phase(memory: _Memory, arrays: Sequence, slots, step, bounds) -> None:
+    """Of arrays for context and for experts that of the phase, where it begins; one for both: once."""
+    for kind, ref in enumerate(arrays):
+
+        @pl.when(begins(step, bounds) & (_phase(step, bounds) == kind) if len(arrays) > 1 else step == 0)
+        def _(ref=ref):
+            memory.load((memory.rows(ref), slots))
 
 
 def _phase(step, bounds):
@@ -410,28 +503,21 @@ class _Blocks(NamedTuple):
     def table(self, m: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, m, self.layout.lanes), lambda g, s, resource, bounds: (resource[bounds[0] + s], 0, g))
 
-    def by_token(self, size: int) -> pl.BlockSpec:
-        shape = (1, self.layout.slots * size, LANES)
-        return pl.BlockSpec(shape, lambda g, s, *_: (g, 0, 0), pipeline_mode=pl.Buffered(1))
-
-    def queries(self, size: int, kinds: int = 2) -> pl.BlockSpec:
-        """Of the phase; both of one `kind` where words hold both."""
-        shape = (1, 1, self.layout.slots * size, LANES)
-        which = _phase if kinds == 2 else lambda *_: 0
-        return pl.BlockSpec(shape, lambda g, s, _, bounds: (which(s, bounds), g, 0, 0), pipeline_mode=pl.Buffered(1))
-
 
 def _call(
-    kernel, name, tiles: Tiles, bounds: Bounds, arrays, results, scratch, keys: int,
-    *, products: int, aliases: Mapping[int, int] | None = None,
-    layout: Layout, scale: float, vmem_bytes: int, interpret: bool,
+    kernel, name, tiles: Tiles, bounds: Bounds, arrays, results, scratch, table: pl.BlockSpec,
+    *, products: int, aliases: Mapping[int, int], layout: Layout, scale: float, vmem_bytes: int, interpret: bool,
 ):  # fmt: skip
-    """`aliases` of `arrays` alone. A resource has `keys`; each score is worth as many `products` of d numbers."""
+    """`aliases` of `arrays` alone. Keys, values and their gradients have the block `table`; each score is worth as many
+    `products` of d numbers."""
     blocks = _Blocks(layout, len(tiles.resource))
     of_tiles = [(spec, tiles.row) for spec in blocks.rows()]
     of_tiles += [(blocks.by_tile(), x) for x in (tiles.bias, tiles.visible)]
-    # Of as many tiles as there may be: how many there are is known at run time only.
-    scores = tiles.row.size * keys * layout.groups * layout.heads
+    # A window's share of as many tiles as there may be: how many there are is known at run time only.
+    keys = next(x.shape[1] for block, x in arrays if block is table)
+    scores = tiles.row.size * keys * layout.groups * layout.heads // layout.windows
+    moved = [(None, tiles), *arrays, *results]
+    tables, others = (_bytes([x for block, x in moved if (block is table) == which]) for which in (True, False))
     return call(
         functools.partial(kernel, layout=layout, scale=scale, interpret=interpret),
         name,
@@ -439,58 +525,57 @@ def _call(
         (tiles.resource, jnp.stack(bounds)),
         [*of_tiles, *arrays],
         [(block, array.shape, F32) for block, array in results],
-        scratch=[*(pltpu.VMEM(*x) for x in scratch), pltpu.SemaphoreType.DMA((2,))],
-        aliases={len(of_tiles) + source: to for source, to in (aliases or {}).items()},
+        scratch=[*(pltpu.VMEM(*x) for x in scratch), pltpu.SemaphoreType.DMA((1,))],
+        aliases={len(of_tiles) + source: to for source, to in aliases.items()},
         bounds_checks=False,  # every address comes from the tables, whose bounds the caller of the op holds
         vmem_bytes=vmem_bytes,
         cost=pl.CostEstimate(
             flops=2 * products * scores * layout.d,
             transcendentals=scores,
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*tiles, *(x for _, x in arrays))),
+            bytes_accessed=tables + others // layout.windows,
         ),
         interpret=interpret,
     )
 
 
 def forward(
-    query: Num[Array, "p G V 128"],
+    sums: Float[Array, "L Q 128"],
+    stats: Float[Array, "G L 128"],
+    queries: Sequence[Num[Array, "L Q 128"]],
     key: Num[Array, "R m E"],
     value: Num[Array, "R m E"],
-    sums: Float[Array, "G V 128"],
-    stats: Float[Array, "G W 128"],
     tiles: Tiles,
     bounds: Bounds,
     *,
     maximum: Maximum,
     layout: Layout,
     **options: Any,
-) -> tuple[Float[Array, "G V 128"], Float[Array, "G W 128"]]:
-    """Adds a window's tiles to sums (not divided) and statistics.
+) -> tuple[Float[Array, "L Q 128"], Float[Array, "G L 128"]]:
+    """Adds a window's tiles to its tokens' sums (not divided) and statistics.
 
     Statistics are totals, and before them the running maxima in base 2, or totals of the weights as they were rounded.
 
     Args:
-      query: in float32, those of the context, then those of experts (p = 2); or words with halves of both (p = 1).
+      queries: in float32, those of the context and those of experts; or one array of words with halves of both.
     """
-    blocks, anywhere = _Blocks(layout, len(tiles.resource)), pl.BlockSpec(memory_space=pl.ANY)
-    table, running = blocks.table(key.shape[1]), maximum == "running"
-    arrays = [(blocks.queries(ROWS, len(query)), query), (table, key), (table, value)]
-    arrays += [(anywhere, sums), (anywhere, stats)]
-    results = [(blocks.by_token(ROWS), sums), (blocks.by_token(1), stats)]
+    table, running = _Blocks(layout, len(tiles.resource)).table(key.shape[1]), maximum == "running"
+    arrays = [(ANYWHERE, sums), (ANYWHERE, stats), (table, key), (table, value), _everywhere(queries)]
+    kind = queries[0].dtype
     buffers, decays = (1, layout.tile * ROWS) if running else (2, ROWS)
-    kinds = (ROWS, query.dtype), (ROWS, F32), (1, F32)
-    scratch = [((buffers, layout.tile * n, LANES), kind) for n, kind in kinds] + [((decays, LANES), F32)]
+    scratch = [_slots(layout, ROWS, kind), _slots(layout, ROWS), _slots(layout)]
+    scratch += [_rows(layout, n, x, buffers) for n, x in ((ROWS, kind), (ROWS, F32), (1, F32))]
+    scratch += [((decays, LANES), F32)]
     kernel = functools.partial(_forward_kernel, maximum=maximum)
     name = {"bounded": "block_sparse_attention_forward", "running": "block_sparse_attention_forward_running"}[maximum]
-    given = arrays, results, scratch
-    return _call(kernel, name, tiles, bounds, *given, key.shape[1], products=2, layout=layout, **options)
+    given, aliases = (arrays, arrays[:2], scratch, table), {0: 0, 1: 1}
+    return _call(kernel, name, tiles, bounds, *given, products=2, aliases=aliases, layout=layout, **options)
 
 
 def mass(
-    query: Num[Array, "p G V 128"],
-    stats: Float[Array, "G W 128"],
-    key: Num[Array, "R m E"],
     shares: Float[Array, "G N 1 t"],
+    queries: Sequence[Num[Array, "L Q 128"]],
+    stats: Float[Array, "G L 128"],
+    key: Num[Array, "R m E"],
     tiles: Tiles,
     bounds: Bounds,
     *,
@@ -500,44 +585,66 @@ def mass(
     """Writes the share of its token's attention that every pair of a window has, the sum over the group's heads.
 
     Args:
-      query: as in `forward`.
+      queries: as in `forward`.
       stats: the log-sum-exp of all keys of a token.
     """
-    blocks, size = _Blocks(layout, len(tiles.resource)), layout.tile * ROWS
-    arrays = [(blocks.queries(ROWS, len(query)), query), (blocks.by_token(1), stats), (blocks.table(key.shape[1]), key)]
-    arrays += [(pl.BlockSpec(memory_space=pl.ANY), shares)]
-    scratch = [((size, LANES), query.dtype), ((layout.tile, LANES), F32)]
-    given = arrays, [(blocks.by_pair(1), shares)], scratch
-    name = "block_sparse_attention_mass"
-    return _call(
-        _mass_kernel, name, tiles, bounds, *given, key.shape[1], products=1, aliases={3: 0}, layout=layout, **options
-    )
+    blocks, kind = _Blocks(layout, len(tiles.resource)), queries[0].dtype
+    table = blocks.table(key.shape[1])
+    arrays = [(ANYWHERE, shares), (ANYWHERE, stats), (table, key), _everywhere(queries)]
+    scratch = [_slots(layout, ROWS, kind), _slots(layout), _rows(layout, ROWS, kind), _rows(layout)]
+    given, name = (arrays, [(blocks.by_pair(1), shares)], scratch, table), "block_sparse_attention_mass"
+    return _call(_mass_kernel, name, tiles, bounds, *given, products=1, aliases={0: 0}, layout=layout, **options)
 
 
 def backward(
-    packed: Num[Array, "2 G U 128"],
-    stats: Float[Array, "G W 128"],
-    key: Num[Array, "R m E"],
-    value: Num[Array, "R m E"],
+    d_queries: Sequence[Float[Array, "L Q 128"]],
+    d_bias: Float[Array, "G N 1 t"],
     d_key: Float[Array, "R m E"],
     d_value: Float[Array, "R m E"],
-    d_query: Float[Array, "2 G V 128"],
-    d_bias: Float[Array, "G N 1 t"],
+    packed: Sequence[Num[Array, "L S 128"]],
+    stats: Float[Array, "G L 128"],
+    key: Num[Array, "R m E"],
+    value: Num[Array, "R m E"],
     tiles: Tiles,
     bounds: Bounds,
     *,
     layout: Layout,
     **options: Any,
-) -> tuple[Float[Array, "2 G V 128"], Float[Array, "G N 1 t"], Float[Array, "R m E"], Float[Array, "R m E"]]:
-    """Adds a window's tiles to the gradients of queries, keys and values; writes those of its pairs' biases."""
-    blocks, anywhere = _Blocks(layout, len(tiles.resource)), pl.BlockSpec(memory_space=pl.ANY)
-    table, size = blocks.table(key.shape[1]), packed.shape[2] // layout.slots
-    arrays = [(blocks.queries(size), packed), (blocks.by_token(1), stats), (table, key), (table, value)]
-    arrays += [(table, d_key), (table, d_value), (anywhere, d_query), (anywhere, d_bias)]
-    results = [(blocks.queries(ROWS), d_query), (blocks.by_pair(1), d_bias), (table, d_key), (table, d_value)]
-    scratch = [((2, layout.tile * n, LANES), kind) for n, kind in ((size, packed.dtype), (ROWS, F32), (1, F32))]
+) -> tuple:
+    """Adds a window's tiles to the gradients of both queries, of keys and values; writes those of its pairs' biases.
+
+    Args:
+      packed: queries of the context, and of experts, each with the gradients of outputs.
+
+    Returns:
+      The first five, changed.
+    """
+    blocks = _Blocks(layout, len(tiles.resource))
+    table, size, kind = blocks.table(key.shape[1]), packed[0].shape[1] // layout.groups, packed[0].dtype
+    arrays = [*((ANYWHERE, x) for x in (*d_queries, d_bias)), (table, d_key), (table, d_value)]
+    results = [*arrays[:2], (blocks.by_pair(1), d_bias), *arrays[3:]]
+    arrays += [*((ANYWHERE, x) for x in (*packed, stats)), (table, key), (table, value)]
+    scratch = [_slots(layout, size, kind), _slots(layout, ROWS), _slots(layout)]
+    scratch += [_rows(layout, n, x, 2) for n, x in ((size, kind), (ROWS, F32), (1, F32))]
     kernel, name = functools.partial(_backward_kernel, size=size), "block_sparse_attention_backward"
-    given, aliases = (arrays, results, scratch), {6: 0, 7: 1, 4: 2, 5: 3}
-    return _call(
-        kernel, name, tiles, bounds, *given, key.shape[1], products=5, aliases=aliases, layout=layout, **options
-    )
+    given, aliases = (arrays, results, scratch, table), {i: i for i in range(5)}
+    return _call(kernel, name, tiles, bounds, *given, products=5, aliases=aliases, layout=layout, **options)
+
+
+def _bytes(arrays) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+
+
+def _everywhere(arrays: Sequence) -> tuple[tuple, tuple]:
+    return (ANYWHERE,) * len(arrays), tuple(arrays)
+
+
+def _slots(layout: Layout, rows: int | None = None, dtype: Any = F32) -> tuple:
+    """Scratch for the tokens of a window: `rows` a token, or one row of statistics."""
+    return (layout.slots, LANES) if rows is None else (layout.slots, rows, LANES), dtype
+
+
+def _rows(layout: Layout, rows: int = 1, dtype: Any = F32, buffers: int | None = None) -> tuple:
+    """Scratch for the tokens of a tile."""
+    shape = layout.tile * rows, LANES
+    return shape if buffers is None else (buffers, *shape), dtype
