@@ -24,7 +24,7 @@ Importance = Literal["learned", "bounded", "uniform"]
 Local = Literal["window", "chunk", "routed", "none"]
 Router = Literal["learned", "learned_nope", "pooled"]
 RouterPrecision = Literal["highest", "high", "default"]
-Remat = Literal["none", "dots", "full"]
+Remat = Literal["none", "dots", "attention", "full"]
 Kernel = Literal[
     "reference", "xla", "pallas_tpu", "pallas_tpu_resident", "pallas_tpu_gathered", "pallas_tpu_dense", "pallas_gpu"
 ]
@@ -279,7 +279,7 @@ class ModelConfig:
     """Type of activations and matrix products. Parameters are float32; so are scores, budgets and softmax
     statistics."""
     remat: Remat = "none"
-    """What the backward pass recomputes: nothing, all but matrix products (`dots`), or whole blocks (`full`)."""
+    """What backward recomputes: nothing; all but products (`dots`) or but attention (`attention`); or all (`full`)."""
     kernel: Kernel | None = None
     """Implementation of the block-sparse attention; `pallas_tpu` is the fastest of the three that are named after it,
     by shape. None: the best for the device."""

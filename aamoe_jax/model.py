@@ -22,6 +22,7 @@ from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.fixed_maps import fixed_streams
 from aamoe_jax.registry import MIXERS
 from aamoe_jax.shards import TENSOR, TOKENS, WHOLE, Shards
+from pallas_kernels.residuals import RESIDUALS
 from pallas_kernels.varying import varying
 
 Skipped = int | str
@@ -29,6 +30,7 @@ Skipped = int | str
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names(RESIDUALS),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 

@@ -1,8 +1,10 @@
 """The language model: stacks of mixers, their statistics, and what must not change them (AA-30, AA-31)."""
 
+import collections
 import dataclasses
 import functools
 import os
+import re
 import subprocess
 import sys
 
@@ -18,6 +20,7 @@ from aamoe_jax.config import ConfigError
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.statistics import combine
 from aamoe_jax.model import LanguageModel, merge, split, structure
+from pallas_kernels import chips
 from tests.aamoe.helpers import D, E, M, apply, model_config
 from tests.evaluation.helpers import random_params
 
@@ -61,7 +64,7 @@ def test_layers_of_a_pattern_run_in_order_and_report_in_order():
     assert summarize(statistics)["spent"] == pytest.approx([float(s.mean()) for s in spent])
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["dots", "attention", "full"])
 def test_recomputation_changes_no_gradient(remat):
     tokens, found = tokens_of(1, 3 * M), []
     for policy in ("none", remat):
@@ -73,6 +76,27 @@ def test_recomputation_changes_no_gradient(remat):
         found.append(jax.jit(jax.grad(loss))(params_of(config)))
     for plain, recomputed in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(recomputed, plain, atol=1e-4 * max(1.0, float(jnp.abs(plain).max())))
+
+
+def test_no_kernel_runs_again_where_what_attention_gives_is_kept():
+    """Of a step as a TPU gets it: sparse and dense attention, tables and selection."""
+    kernels = {}
+    for remat in ("none", "attention", "full"):
+        config = model_config(
+            remat=remat, pattern=("attention", "aamoe"), dtype="bfloat16", kernel="pallas_tpu_resident"
+        )
+
+        def loss(params, tokens, config=config):
+            return jax.nn.logsumexp(merge(structure(config), params)(tokens)[0], axis=-1).sum()
+
+        with chips.assume("v5e"):
+            step = jax.jit(jax.grad(loss)).trace(params_of(config), tokens_of(1, 128))
+            program = step.lower(lowering_platforms=("tpu",)).as_text()
+        kernels[remat] = collections.Counter(re.findall(r'kernel_name = "(\w+)"', program))
+    assert kernels["attention"] == kernels["none"]
+    twice = kernels["full"] - kernels["none"]
+    forward = "selection", "tiles_of_slots", "block_sparse_attention_forward", "splash_mha_fwd_segmented_residuals"
+    assert set(forward) <= set(twice)
 
 
 def test_every_layer_has_its_own_budget():

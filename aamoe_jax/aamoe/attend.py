@@ -20,6 +20,7 @@ from aamoe_jax.aamoe.parallel import Attended, Softmax, attend_everywhere
 from aamoe_jax.aamoe.resources import LOCAL, representation_tensor
 from aamoe_jax.aamoe.router import Heads
 from aamoe_jax.config import AAMoEConfig, ModelConfig
+from aamoe_jax.layers import merge_heads, split_heads
 from aamoe_jax.mixers.base import Context, causal_mask
 from aamoe_jax.mixers.weighted_sum import head_scores
 from aamoe_jax.shards import TENSOR
@@ -60,8 +61,8 @@ def attend(
         attention = block_sparse_attention(
             collapse(heads.rotated_query, 0, 2),
             collapse(heads.query, 0, 2),
-            representation_tensor(heads.key, heads.expert_key),
-            representation_tensor(heads.value, heads.expert_value),
+            _table(heads.key, heads.expert_key),
+            _table(heads.value, heads.expert_value),
             Pairs(*(collapse(x, 0, 2) for x in (resource, bias, visible, count))),
             num_context=rows * chunks,
             window=window,
@@ -76,6 +77,11 @@ def attend(
     used = (jnp.arange(mass.shape[-1]) < allocation.count[..., None]) & context.with_mass
     # Every part of the heads has the same pairs.
     return Attended(found.attention, jnp.where(used, mass, 0), found.overflow / shards.tensor)
+
+
+def _table(context: Float[Array, "b L H k"], experts: Float[Array, "E m H k"]) -> Float[Array, "R m H k"]:
+    """Put together with the heads side by side, as TPU kernels read it: apart, XLA would copy it twice more."""
+    return split_heads(representation_tensor(merge_heads(context), merge_heads(experts)), context.shape[-1])
 
 
 def seen(allocation: Allocation, context: Context, layer: AAMoEConfig) -> tuple[Pairs, Float[Array, "b L"] | None]:

@@ -113,6 +113,9 @@ class AAMoELayer(AAMoECosts):
         if convolved is None and layer.key_convolution:
             convolved = self.convolution(h, context).astype(h.dtype)
         query, key, value = self.qkv(h, convolved if layer.query_convolution else h, convolved)
+        if h.dtype != jnp.float32:
+            # They are read more than once, and XLA would keep them as the float32 that they were made of.
+            query, key = jax.lax.optimization_barrier((query, key))
         rotary = context.rotary(self.config).attending
         key, value = (jnp.repeat(x, self.qkv.group, axis=-2) for x in (key, value))
         expert_key, expert_value = (x.astype(h.dtype) for x in self.expert_rows(key.shape[-2]))

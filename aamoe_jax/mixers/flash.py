@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from aamoe_jax.mixers.costs import Loop
+from pallas_kernels.residuals import keep
 from pallas_kernels.varying import varying
 
 LOWEST = -1e30
@@ -164,7 +165,7 @@ def _forward(band: Band, blocks: Blocks, places: Places) -> tuple[Outputs, tuple
         total = jnp.where(total > 0, total, 1)
         return (output / total[..., None]).astype(value.dtype), top + jnp.log(total)
 
-    output, lse = jax.lax.map(of_queries, jnp.arange(len(query)))
+    output, lse = keep(jax.lax.map(of_queries, jnp.arange(len(query))))
     return (output, lse), (blocks, places, output, lse)
 
 

@@ -17,6 +17,7 @@ import jax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.residuals import RESIDUALS
 from pallas_kernels.varying import varying
 
 TILES = (512, 256, 128)
@@ -54,7 +55,8 @@ def splash_kernel(mask: Any, heads: int, tile: int, *, fused: bool = False, inte
         block_q=tile, block_kv=tile, block_q_dkv=tile, block_kv_dkv=tile, use_fused_bwd_kernel=fused, **apart
     )
     mask = masks.MultiHeadMask([mask] * heads)
-    return _module().make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret)
+    options = {"head_shards": 1, "q_seq_shards": 1, "residual_checkpoint_name": RESIDUALS}
+    return _module().make_splash_mha(mask, block_sizes=sizes, interpret=interpret, **options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.block_sparse_attention.block_sizes import DEFAULT, BlockSizes
 from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem, Window
 from pallas_kernels.block_sparse_attention.window import window_attention, window_gradients
+from pallas_kernels.residuals import keep
 
 
 class LocalWindow(NamedTuple):
@@ -82,12 +83,13 @@ def _attend(how, inputs: Inputs, window: Window | None, tables) -> tuple[Array, 
     else:
         start = local.attention(inputs, window, path.problem.scale)
     whole, parts = path.forward(inputs, tables, start)
+    whole = keep(whole)
     return whole.output.astype(query.dtype), whole.lse, parts, whole.output
 
 
 def _forward(how, inputs, window, tables):
     found = _, lse, _, exact = _attend(how, inputs, window, tables)
-    return found, (inputs, window, tables, Partial(exact, lse))
+    return found, (inputs, window, keep(tables), Partial(exact, lse))
 
 
 def _backward(how, residuals, cotangents):

@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import chips
+from pallas_kernels.residuals import keep
 from pallas_kernels.tpu import LANES, ROWS, call, compiled_or_interpreted, round_up
 from pallas_kernels.varying import varying
 
@@ -58,7 +59,8 @@ def _forward(slots, resources, score, count):
     padded = jnp.pad(jnp.clip(count, 0, slots), ((0, 0), (0, padding)))
     arrays = padded.reshape(len(padded), -1, BLOCK).max(-1), score, padded[:, None]
     selected = compiled_or_interpreted(_call, *arrays, slots=slots, resources=resources)
-    resource, best = (x[:, :slots, : count.shape[1]].swapaxes(1, 2).reshape(*shape, slots) for x in selected)
+    selected = [x[:, :slots, : count.shape[1]].swapaxes(1, 2).reshape(*shape, slots) for x in selected]
+    resource, best = keep(selected)
     return (resource, best), (count.reshape(shape), resource)
 
 
