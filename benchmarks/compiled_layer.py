@@ -45,7 +45,6 @@ CONFIG = ModelConfig(
         key_convolution=True,
         query_convolution=True,
         max_resources=32,
-        router_precision="highest",
         budget=BudgetConfig(beta=8.0, importance="bounded"),
     ),
 )
