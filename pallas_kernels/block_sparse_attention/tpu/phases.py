@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.tpu import ROWS
@@ -107,3 +108,8 @@ def begins(step, bounds):
 def ends(step, bounds):
     """Whether the last one is."""
     return (step == bounds[2] - 1) | begins(step + 1, bounds)
+
+
+def kind_of(step, bounds):
+    """Of what a tile meets: 0, context and rotated queries; 1, experts."""
+    return (bounds[0] + step >= bounds[1]).astype(jnp.int32)

@@ -14,7 +14,6 @@ resources, m keys a resource, E lanes of all groups.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -32,9 +31,11 @@ from pallas_kernels.block_sparse_attention.tpu.phases import (
     ends,
     for_rows,
     in_series,
+    kind_of,
     overlapped,
     row_slice,
 )
+from pallas_kernels.block_sparse_attention.tpu.slots import Memory, clear, load_kind
 from pallas_kernels.tpu import F32, LANES, LOG2_E, ROWS, call, dot
 
 COLUMNS = 256  # tokens whose scores are worked on together: their registers do not spill
@@ -61,63 +62,6 @@ class Bounds(NamedTuple):
     experts: Int[Array, ""]  # the first tile of an expert
     number: Int[Array, ""]  # at least 1: an empty tile where there is none
     window: Int[Array, ""]
-
-
-class _Memory(NamedTuple):
-    """Moves the tokens of a window between main memory, where those of all windows are, and their slots.
-
-    A place is a function: what lies in main memory of given tokens.
-    """
-
-    layout: Layout
-    length: int  # tokens in main memory
-    window: Any
-    group: Any
-    semaphore: Any
-
-    @classmethod
-    def here(cls, bounds, rows, layout: Layout, semaphore) -> "_Memory":
-        """`rows`: an array of all tokens."""
-        return cls(layout, rows.shape[0], bounds[3], pl.program_id(0), semaphore.at[0])
-
-    def rows(self, ref) -> Callable:
-        """A place in an array of a few rows a token and group, (L, Q, 128)."""
-        size = ref.shape[1] // self.layout.groups
-        mine = pl.ds(pl.multiple_of(self.group * size, size), size)
-        return lambda tokens: ref.at[tokens, mine]
-
-    def stats(self, ref) -> Callable:
-        """A place in an array of one row a token and group, (G, L, 128)."""
-        return lambda tokens: ref.at[self.group, tokens]
-
-    def load(self, *pairs) -> None:
-        """(place, slots): all at once, and waits for them."""
-        self._move(pairs, lambda place, slots: (place, slots))
-
-    def store(self, *pairs) -> None:
-        """(place, slots): the way back."""
-        self._move(pairs, lambda place, slots: (slots, place))
-
-    def _move(self, pairs, direction: Callable) -> None:
-        size, first = self.layout.tokens, self.window * self.layout.tokens
-        piece = math.gcd(size, self.length)  # a copy has a static size, and the last window may be shorter
-
-        def several(i, carry, what):
-            here, there = (pl.ds(pl.multiple_of(x + i * piece, piece), piece) for x in (0, first))
-            for place, slots in pairs:
-                what(pltpu.make_async_copy(*direction(place(there), slots.at[here]), self.semaphore))
-            return carry
-
-        for what in (lambda copy: copy.start(), lambda copy: copy.wait()):
-            pieces = jax.lax.div(jnp.minimum(size, self.length - first), piece)
-            jax.lax.fori_loop(0, pieces, functools.partial(several, what=what), 0)
-
-
-def _clear(layout: Layout, *slots) -> None:
-    """What padding rows of tiles read is masked, but must be a number."""
-    for ref in slots:
-        nothing = ref.at[pl.ds(layout.tokens, layout.slots - layout.tokens)]
-        nothing[...] = jnp.zeros(nothing.shape, nothing.dtype)
 
 
 def _staggered(jobs: Sequence, *stages: Callable[[Any, Any], Any], between: Callable[[int, int], None]) -> list:
@@ -227,15 +171,15 @@ def _forward_kernel(
 ):  # fmt: skip
     del resource
     step, running = pl.program_id(1), maximum == "running"
-    memory = _Memory.here(bounds, sum_in, layout, copied)
+    memory = Memory.here(bounds, sum_in, layout, copied)
 
     @pl.when(step == 0)
     def _():
-        _clear(layout, query_ref, sum_ref, stats_ref)
+        clear(layout, query_ref, sum_ref, stats_ref)
         memory.load((memory.rows(sum_in), sum_ref), (memory.stats(stats_in), stats_ref))
 
-    _load_phase(memory, queries_in, query_ref, step, bounds)
-    query = _query(_phase(step, bounds), key_ref.dtype, layout)
+    load_kind(memory, queries_in, query_ref, step, bounds)
+    query = _query(kind_of(step, bounds), key_ref.dtype, layout)
 
     def gather(buffer):
         def body(rows, first):
@@ -318,15 +262,15 @@ def _mass_kernel(
 ):  # fmt: skip
     # `_call` gives every kernel the addresses of the neighbouring tiles. Nothing overlaps here: they are not needed.
     del resource, after, before, shares_in
-    step, memory = pl.program_id(1), _Memory.here(bounds, queries_in[0], layout, copied)
+    step, memory = pl.program_id(1), Memory.here(bounds, queries_in[0], layout, copied)
 
     @pl.when(step == 0)
     def _():
-        _clear(layout, query_ref, stats_ref)
+        clear(layout, query_ref, stats_ref)
         memory.load((memory.stats(stats_in), stats_ref))
 
-    _load_phase(memory, queries_in, query_ref, step, bounds)
-    query = _query(_phase(step, bounds), key_ref.dtype, layout)
+    load_kind(memory, queries_in, query_ref, step, bounds)
+    query = _query(kind_of(step, bounds), key_ref.dtype, layout)
 
     def gather(rows, first):
         for j, row in enumerate(rows):
@@ -362,15 +306,15 @@ def _backward_kernel(
 ):  # fmt: skip
     del d_bias_in
     step, dtype = pl.program_id(1), key_ref.dtype
-    tile, memory = bounds[0] + step, _Memory.here(bounds, packed_in, layout, copied)
+    tile, memory = bounds[0] + step, Memory.here(bounds, packed_in, layout, copied)
 
     @pl.when(step == 0)
     def _():
-        _clear(layout, packed_ref, d_query_ref, stats_ref)
+        clear(layout, packed_ref, d_query_ref, stats_ref)
         memory.load((memory.stats(stats_in), stats_ref))
 
-    _load_phase(memory, (packed_in, packed_expert_in), packed_ref, step, bounds)
-    _load_phase(memory, (d_query_in, d_query_expert_in), d_query_ref, step, bounds)
+    load_kind(memory, (packed_in, packed_expert_in), packed_ref, step, bounds)
+    load_kind(memory, (d_query_in, d_query_expert_in), d_query_ref, step, bounds)
 
     @pl.when((step == 0) | (resource[tile] != resource[jnp.maximum(tile - 1, 0)]))
     def _():
@@ -430,7 +374,7 @@ def _backward_kernel(
 
     for kind, ref in enumerate((d_query_out, d_query_expert_out)):
 
-        @pl.when(ends(step, bounds) & (_phase(step, bounds) == kind))
+        @pl.when(ends(step, bounds) & (kind_of(step, bounds) == kind))
         def _(ref=ref):
             memory.store((memory.rows(ref), d_query_ref))
 
@@ -455,19 +399,6 @@ def _unpack(packed, job: _Job, layout: Layout, size: int):
     words = _load(packed, job, layout)
     halves = words << 16, words & jnp.uint32(0xFFFF0000)
     return tuple(jax.lax.bitcast_convert_type(x, F32) for x in halves)
-
-
-def _load_phase(memory: _Memory, arrays: Sequence, slots, step, bounds) -> None:
-    """Of arrays for context and for experts that of the phase, where it begins; one for both: once."""
-    for kind, ref in enumerate(arrays):
-
-        @pl.when(begins(step, bounds) & (_phase(step, bounds) == kind) if len(arrays) > 1 else step == 0)
-        def _(ref=ref):
-            memory.load((memory.rows(ref), slots))
-
-
-def _phase(step, bounds):
-    return (bounds[0] + step >= bounds[1]).astype(jnp.int32)  # 0: context, rotated queries; 1: experts
 
 
 class _Blocks(NamedTuple):
