@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from aamoe_jax.mixers.costs import Loop
-from pallas_kernels.residuals import keep
+from pallas_kernels.residuals import RESIDUALS
 from pallas_kernels.varying import varying
 
 LOWEST = -1e30
@@ -165,7 +166,7 @@ def _forward(band: Band, blocks: Blocks, places: Places) -> tuple[Outputs, tuple
         total = jnp.where(total > 0, total, 1)
         return (output / total[..., None]).astype(value.dtype), top + jnp.log(total)
 
-    output, lse = keep(jax.lax.map(of_queries, jnp.arange(len(query))))
+    output, lse = checkpoint_name(jax.lax.map(of_queries, jnp.arange(len(query))), RESIDUALS)
     return (output, lse), (blocks, places, output, lse)
 
 

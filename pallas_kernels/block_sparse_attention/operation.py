@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from pallas_kernels.block_sparse_attention.block_sizes import DEFAULT, BlockSizes
 from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem, Window
 from pallas_kernels.block_sparse_attention.window import window_attention, window_gradients
-from pallas_kernels.residuals import keep
+from pallas_kernels.residuals import RESIDUALS
 
 
 class LocalWindow(NamedTuple):
@@ -83,13 +84,13 @@ def _attend(how, inputs: Inputs, window: Window | None, tables) -> tuple[Array, 
     else:
         start = local.attention(inputs, window, path.problem.scale)
     whole, parts = path.forward(inputs, tables, start)
-    whole = keep(whole)
+    whole = checkpoint_name(whole, RESIDUALS)
     return whole.output.astype(query.dtype), whole.lse, parts, whole.output
 
 
 def _forward(how, inputs, window, tables):
     found = _, lse, _, exact = _attend(how, inputs, window, tables)
-    return found, (inputs, window, keep(tables), Partial(exact, lse))
+    return found, (inputs, window, checkpoint_name(tables, RESIDUALS), Partial(exact, lse))
 
 
 def _backward(how, residuals, cotangents):

@@ -16,12 +16,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import chips
-from pallas_kernels.residuals import keep
+from pallas_kernels.residuals import RESIDUALS
 from pallas_kernels.tpu import LANES, ROWS, call, compiled_or_interpreted, round_up
 from pallas_kernels.varying import varying
 
@@ -60,7 +61,7 @@ def _forward(slots, resources, score, count):
     arrays = padded.reshape(len(padded), -1, BLOCK).max(-1), score, padded[:, None]
     selected = compiled_or_interpreted(_call, *arrays, slots=slots, resources=resources)
     selected = [x[:, :slots, : count.shape[1]].swapaxes(1, 2).reshape(*shape, slots) for x in selected]
-    resource, best = keep(selected)
+    resource, best = checkpoint_name(selected, RESIDUALS)
     return (resource, best), (count.reshape(shape), resource)
 
 

@@ -402,7 +402,7 @@ def _unpack(packed, job: _Job, layout: Layout, size: int):
 
 
 class _Blocks(NamedTuple):
-    """Which part of every array a step sees. What stays for many steps has one buffer, or fast memory would not do."""
+    """Which part of every array a step sees; tokens are not among them, see `slots`."""
 
     layout: Layout
     tiles: int
