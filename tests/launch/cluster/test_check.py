@@ -15,7 +15,7 @@ CHECKED = {
     (2, "--gin_fil=aamoe.gin"): "launch.train: Unknown command line flag 'gin_fil'",
     (2, "aamoe.gin"): "unknown argument 'aamoe.gin'",
     (4, "--gin_file=aamoe.gin"): "batch_size / accumulate = 16: must be divisible by 32",
-    (4, "--gin_file=aamoe_1b.gin"): "does not make 32 devices",
+    (1, "--gin_file=aamoe_1b.gin"): "does not make 8 devices",
     (2, "--import=nowhere"): "nowhere",
     (2, "--import=/mnt/nowhere.py"): "note: /mnt/nowhere.py is not on this machine",
     (2, "--gin_file=/mnt/nowhere.gin"): "note: /mnt/nowhere.gin is not on this machine",
