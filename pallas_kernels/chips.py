@@ -69,6 +69,11 @@ def current() -> str:
     return _KINDS.get(jax.devices()[0].device_kind, _ANY)
 
 
+def current_chip() -> Chip:
+    """Its limits."""
+    return TPUS[current()]
+
+
 def kernels_by_default() -> bool:
     """Whether TPU kernels are called without being asked for: on a TPU in the table above, assumed or there, on one
     device.

@@ -49,6 +49,13 @@ def read(folder: Path, kernel: str) -> Schedule:
     return parse(code.read_text(encoding="utf-8"), usage.read_text(encoding="utf-8"))
 
 
+def on_all_cores(folder: Path, kernel: str) -> bool:
+    """Whether every core of a device of several runs the kernel: they then meet at a barrier first. What has no
+    parallel dimension to divide runs on one."""
+    code = _only(folder, kernel, "final_bundles.txt", but="schedule-analysis")
+    return "BarrierMegacore" in code.read_text(encoding="utf-8")
+
+
 def whole_cycles(text: str) -> int:
     """Cycles of a whole program from its listing: bundles times the trips of all loops around them. A loop whose trips
     are known at run time only counts once; what a branch may skip not at all."""

@@ -19,8 +19,6 @@ from pallas_kernels.chips import TPUS
 
 FILL = 0.8
 """Share of a tile's rows that are pairs: assumed. Budgets leave slots unused, groups of pairs end inside a tile."""
-LANES = 1024
-"""Heads side by side, in the table of schedules and in a group of the kernels."""
 FORWARD, BACKWARD = 2, 5
 """Matrix products per pair in the passes of a kernel: scores and values; scores again, and four gradients."""
 SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
@@ -62,7 +60,7 @@ def kernel_work(
     """What the attention kernels of a program do for so many tokens, as often as the program runs them.
 
     Args:
-      tensor: devices that heads are divided over. Kernels give every group of LANES of them to one core.
+      tensor: devices that heads are divided over. The kernels of one use all of its cores, see `layout.choose`.
       tokens: all tokens of a step, over all devices.
     """
     routed, dense = _routed(config.model, piece, tensor, tokens, mode, kernels), splash_flops(config, tokens, kernels)
@@ -87,7 +85,9 @@ def _routed(
     flops = tokens * pairs_per_token(config) * products * flops_per_pair(config) / FORWARD
     # Schedules are of one forward and one backward pass, with keys of 128 rows and 1024 lanes.
     rate = 2 * (FORWARD + BACKWARD) * REFERENCE_WORK / (1e-9 * min(COSTS[piece.chip][path].values()))
-    cores = min(TPUS[piece.chip].device_cores, max(1, config.d_model // tensor // LANES))
+    cores = TPUS[piece.chip].device_cores
+    if path != "resident":
+        cores = min(cores, max(1, config.num_heads // tensor))
     return KernelWork(flops, flops / (rate * FILL * cores))
 
 

@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_sparse_attention import Pairs, block_sparse_attention
-from pallas_kernels.block_sparse_attention.tpu import compaction, resident, resident_kernels
+from pallas_kernels.block_sparse_attention import Pairs, Window, block_sparse_attention
+from pallas_kernels.block_sparse_attention.tpu import compaction, phases, resident, resident_kernels
 from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
 from pallas_kernels.tpu import LANES, ROWS
 
@@ -24,18 +24,19 @@ def kernel(
     tile: int = 512,
     dtype: str = "bfloat16",
     vmem: int | None = None,
+    cores: int = 1,
 ):
     """The kernel alone, `forward`, `forward_running` or `backward`, and its arguments.
 
     It may have `vmem` bytes of fast memory; None: what `resident` counts on.
     """
     shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(dtype)
-    layout = layout_lib.choose(tokens, heads, d, rows=0.0, most_tokens=tokens)._replace(tile=tile)
+    layout = layout_lib.choose(tokens, heads, d, rows=0.0, most_tokens=tokens, cores=cores)._replace(tile=tile)
     by_tile = functools.partial(shape, dtype=F32)
     scalars = [shape((TILES, 1, tile), kind) for kind in (INT, F32, INT)]
     tiles, bounds = (
         resident_kernels.Tiles(shape((TILES,), INT), *scalars),
-        resident_kernels.Bounds(*[shape((), INT)] * 4),
+        phases.Bounds(*[shape((layout.cores,), INT)] * 4),
     )
     table = shape((RESOURCES, m, layout.groups * layout.lanes), dtype)
     rows, stats = by_tile((tokens, layout.groups * ROWS, LANES)), by_tile((layout.groups, tokens, LANES))
@@ -43,7 +44,10 @@ def kernel(
     options = {"layout": layout, "scale": d**-0.5, "vmem_bytes": vmem, "interpret": False}
     words, kinds = (F32, 2) if dtype == F32 else (jnp.uint32, 1)
     if name == "backward":
-        packed, d_table = shape((tokens, kinds * layout.groups * ROWS, LANES), words), by_tile(table.shape)
+        packed, d_table = (
+            shape((tokens, kinds * layout.groups * ROWS, LANES), words),
+            by_tile((layout.cores, *table.shape)),
+        )
         changed = (rows, rows), by_tile((layout.groups, TILES, 1, tile)), d_table, d_table
         arrays = *changed, (packed, packed), stats, table, table, tiles, bounds
         return functools.partial(resident_kernels.backward, **options), arrays
@@ -65,7 +69,18 @@ def tables(*, tokens: int, heads: int, tile: int, d: int = 128, slots: int = 16,
     return there_and_back, (shape(INT), jax.ShapeDtypeStruct((2 * tokens,), INT), shape(F32), shape(INT))
 
 
-def attention(*, tokens: int, heads: int, d: int, m: int, experts: int, rows: int, dtype: str = "bfloat16"):
+def attention(
+    *,
+    tokens: int,
+    heads: int,
+    d: int,
+    m: int,
+    experts: int,
+    rows: int,
+    dtype: str = "bfloat16",
+    implementation: str = "pallas_tpu_resident",
+    window: bool = False,
+):
     """The whole of it with its gradients, tables included; `rows` pairs a resource, on average."""
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
     resources = tokens // m + experts
@@ -82,7 +97,8 @@ def attention(*, tokens: int, heads: int, d: int, m: int, experts: int, rows: in
             pairs._replace(bias=bias),
             num_context=tokens // m,
             max_pairs=rows * resources,
-            implementation="pallas_tpu_resident",
+            implementation=implementation,
+            window=Window(jnp.zeros(tokens), jnp.zeros(tokens, INT)) if window else None,
         )
         return jnp.sum(result.output.astype(F32) ** 2), result
 

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import Pairs, Window, block_sparse_attention
 from pallas_kernels.block_sparse_attention.operation import Problem
 from pallas_kernels.block_sparse_attention.tpu import dense, dense_kernels, window_kernels
@@ -13,6 +14,8 @@ from pallas_kernels.block_sparse_attention.tpu.dense_kernels import Arrays, Step
 
 INT, F32 = jnp.int32, jnp.float32
 EXPERTS = 8
+ONE_CORE = "v5e"
+"""A chip whose devices have one: its layouts, so that the schedules of all chips are of the same work."""
 
 
 def kernels(*, tokens: int = 2048, heads: int = 8, d: int = 128, m: int = 128, dtype: str = "bfloat16"):
@@ -20,7 +23,8 @@ def kernels(*, tokens: int = 2048, heads: int = 8, d: int = 128, m: int = 128, d
     shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(dtype)
     context = tokens // m
     problem = Problem(tokens, heads, d, context + EXPERTS, m, 1, dtype, context, tokens, d**-0.5)
-    layout = dense.plan(problem).layout
+    with chips.assume(ONE_CORE):
+        layout = dense.plan(problem).layout
     blocks, width = sum(layout.blocks), layout.groups * layout.lanes
     rows = [shape((blocks, layout.block, tokens), kind) for kind in (F32, INT)]
     token, table = (shape((length, width), dtype) for length in (tokens, blocks * layout.keys))
@@ -40,7 +44,8 @@ def kernels(*, tokens: int = 2048, heads: int = 8, d: int = 128, m: int = 128, d
 def window_kernels_alone(*, tokens: int = 2048, heads: int = 8, d: int = 128, m: int = 128, dtype: str = "bfloat16"):
     """Both kernels of the local window, forward and backward, and their arguments."""
     shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(dtype)
-    layout = tpu_window.choose_layout((tokens, heads, d), m)
+    with chips.assume(ONE_CORE):
+        layout = tpu_window.choose_layout((tokens, heads, d), m)
     tokens = layout.tiles * layout.tile
     token = shape((tokens, layout.groups * layout.lanes), dtype)
     stats = shape((layout.groups, layout.heads, tokens), F32)

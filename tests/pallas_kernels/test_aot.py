@@ -130,6 +130,20 @@ def test_the_tables_of_the_largest_windows_fit_fast_memory(chip, heads, tile, tm
 
 
 @needs_libtpu
+@pytest.mark.parametrize("path", ["resident", "gathered", "dense"])
+def test_both_cores_of_a_v5p_have_work(path, tmp_path):
+    """Of heads that fill one register: `resident` gives each core a window of tokens, the others half of the heads."""
+    shape = {"tokens": 1024, "heads": 8, "d": 128, "m": 128, "experts": 16, "rows": 384, "window": True}
+    aot.compile_apart("v5p", f"{CASES}:attention", {"implementation": f"pallas_tpu_{path}", **shape}, dump_to=tmp_path)
+    names = {
+        "resident": ["tiles_of_slots", "block_sparse_attention_forward_running", "local_window_forward"],
+        "gathered": ["gathered_forward", "gathered_merge", "gathered_backward", "gathered_add"],
+        "dense": ["dense_attention_forward", "dense_attention_backward", "local_window_backward"],
+    }[path]
+    assert [name for name in names if not schedule.on_all_cores(tmp_path, name)] == []
+
+
+@needs_libtpu
 def test_the_compiler_s_words_are_passed_on():
     with pytest.raises(aot.CompileError, match=r"nowhere"):
         aot.compile_apart("v5e", f"{HERE}:nowhere", {})

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import block_sparse_attention, interface, operation
 from pallas_kernels.block_sparse_attention.tpu import resident
 from pallas_kernels.block_sparse_attention.tpu.layout import Layout
@@ -67,28 +68,33 @@ class TestPallasTpuResident(TpuAttentionTest):
     def test_whole_registers_and_groups_of_heads(self, heads, d):
         self.check(*random_inputs(Shape(tokens=16, m=8, num_context=2, heads=heads, d=d)))
 
-    def test_more_tokens_than_fast_memory_holds_come_in_windows(self, monkeypatch):
-        """Small windows: the same tables and kernels as when a chip's memory makes them necessary."""
+    @pytest.mark.parametrize(("chip", "windows"), [("v5e", 3), ("v5p", 4)])
+    def test_more_tokens_than_fast_memory_holds_come_in_windows(self, chip, windows, monkeypatch):
+        """Small windows: the same tables and kernels as when a chip's memory makes them necessary. The two cores of a
+        v5p take two at a time, the last of which has no tokens here."""
         inputs, static = random_inputs(Shape(tokens=48, m=8, num_context=6, d=8, count=4))
         unknown, hidden = unknown_resources(inputs)
         fixed = resident.vmem_bytes(Layout(128, 1, 0, 1, 2, 8), m=8, itemsize=4)
         few = functools.partial(resident.plan, vmem=fixed + 16 * 2**14)
-        monkeypatch.setitem(interface.PLANS, "few", (few, operation.XLA_WINDOW))
-        assert few(problem_of(inputs, static)).layout.windows == 3
-        actual, expected = (evaluate(unknown, static, "few"), evaluate(hidden, static, "reference"))
+        name = f"few_{chip}"  # a program of its own
+        monkeypatch.setitem(interface.PLANS, name, (few, operation.XLA_WINDOW))
+        with chips.assume(chip):
+            assert few(problem_of(inputs, static)).layout.windows == windows
+            actual, expected = (evaluate(unknown, static, name), evaluate(hidden, static, "reference"))
         jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "windows"), actual, expected)
 
-    @pytest.mark.parametrize("bounded", [True, False])
-    def test_the_code_that_a_tpu_runs_has_no_races(self, bounded, monkeypatch, capfd):
+    @pytest.mark.parametrize(("bounded", "cores"), [(True, 1), (False, 1), (True, 2)])
+    def test_the_code_that_a_tpu_runs_has_no_races(self, bounded, cores, monkeypatch, capfd):
         """The chip's memories and copies, simulated, over windows of several tiles with both kinds of queries, the last
-        one shorter: nothing is read before it has arrived, or overwritten before it was read; what was never written is
-        NaN."""
+        one shorter, or of two cores: nothing is read before it has arrived, or overwritten before it was read; what was
+        never written is NaN."""
         inputs, static = random_inputs(Shape(tokens=40, m=8, num_context=5, d=8, count=4, bounded=bounded))
-        layout = Layout(tile=16, windows=3, tokens=16, groups=1, heads=2, d=8)
+        layout = Layout(tile=16, windows=2 + cores, tokens=16, groups=1, heads=2, d=8, cores=cores)
         monkeypatch.setitem(interface.PLANS, "few", (lambda p: resident.Path(p, layout), operation.XLA_WINDOW))
         compiled = lambda kernel, *arrays, **options: kernel(*arrays, **options, interpret=False)  # noqa: E731
         monkeypatch.setattr(resident, "compiled_or_interpreted", compiled)
-        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+        simulated = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)
+        with pltpu.force_tpu_interpret_mode(simulated):
             actual = jax.block_until_ready(jax.jit(lambda x: evaluate(x, static, "few"))(inputs))
         assert "RACE DETECTED" not in capfd.readouterr().out
         jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "simulated"), actual, evaluate(inputs, static, "reference"))

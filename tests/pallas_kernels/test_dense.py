@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import Pairs, types
 from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, LocalWindow, Problem
 from pallas_kernels.block_sparse_attention.tpu import dense
@@ -65,7 +66,8 @@ def test_only_blocks_that_some_token_of_the_tile_chose_are_visited():
 
 
 def test_many_tokens_make_small_groups_of_heads_and_too_many_are_refused():
-    groups = [dense.plan(PROBLEM._replace(tokens=tokens)).layout.groups for tokens in (4096, 16384, 32768)]
+    with chips.assume("v5e"):
+        groups = [dense.plan(PROBLEM._replace(tokens=tokens)).layout.groups for tokens in (4096, 16384, 32768)]
     assert groups[0] == 1
     assert groups == sorted(groups)
     assert groups[-1] > 1

@@ -46,10 +46,27 @@ def test_long_rows_are_gathered_where_fast_memory_is_small():
 def test_few_tokens_of_many_experts_take_what_moving_the_experts_takes():
     """Keys and values of all in bfloat16 in both passes, and their gradients in float32, read and written."""
     few = problem(128, 1, experts=4096)
-    plans = {"resident": dispatch.PLANS["resident"](few)}
     moved = 4096 * 128 * 1024 * (2 * 2 * 2 + 2 * 2 * 4)
-    time = dispatch.modelled(few, 1, "v5e", plans)["resident"]
-    assert time == pytest.approx(moved / chips.TPUS["v5e"].bandwidth * 1e9, rel=0.001)
+    for chip, cores in (("v5e", 1), ("v5p", 2)):  # each core has all keys for its half of the tokens
+        with chips.assume(chip):
+            plans = {"resident": dispatch.PLANS["resident"](few)}
+        time = dispatch.modelled(few, 1, chip, plans)["resident"]
+        limits = chips.TPUS[chip]
+        assert time == pytest.approx(cores * moved / (limits.bandwidth * limits.device_cores) * 1e9, rel=0.001)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 24])
+@pytest.mark.parametrize("path", dispatch.PLANS)
+def test_every_core_of_a_device_has_work(path, heads):
+    """A v5p's two take as many groups of heads, or a window of tokens each; of one head, `resident` alone has two."""
+    wanted = problem(4096, 1)._replace(heads=heads)
+    for chip in ("v5e", "v5p"):
+        with chips.assume(chip):
+            layout = dispatch.PLANS[path](wanted).layout
+        shares, cores = layout.groups * getattr(layout, "cores", 1), chips.TPUS[chip].device_cores
+        assert shares % cores == 0 or (path != "resident" and heads == 1)
+        if path == "resident":
+            assert layout.windows % layout.cores == 0
 
 
 @pytest.mark.parametrize("chip", chips.TPUS)

@@ -97,13 +97,18 @@ class TestClosedForm:
 
     def test_kernels_take_what_their_schedules_say(self):
         config = experiment()
-        kernels = [Kernel(f"block_sparse_attention_{part}", 4, 9, 9) for part in ("forward", "backward")]
-        nanoseconds = closed_form.COSTS["v5p"]["resident"]["512"] * 64 / 128  # a pair of m = 64
-        for wider, cores in ((1, 1), (4, 2)):  # a second core has work where heads fill its lanes
-            wide = dataclasses.replace(config.model, d_model=wider * config.model.d_model)
-            wide = dataclasses.replace(config, model=wide)
-            done = closed_form.kernel_work(wide, Slice.parse("v5p:4x4x4"), 1, 10.0, "train", kernels)
-            assert done.seconds == pytest.approx(180 * wider * nanoseconds * 1e-9 / closed_form.FILL / cores)
+        for topology, path, tensor, cores in (
+            ("v5p:4x4x4", "resident", 1, 2),
+            ("v5e:4x4", "resident", 1, 1),
+            ("v5p:4x4x4", "gathered", 1, 2),
+            ("v5p:4x4x4", "gathered", config.model.num_heads, 1),  # a core has no half of a head
+        ):
+            name = {"resident": "block_sparse_attention", "gathered": "gathered"}[path]
+            kernels = [Kernel(f"{name}_{part}", 4, 9, 9) for part in ("forward", "backward")]
+            piece = Slice.parse(topology)
+            done = closed_form.kernel_work(config, piece, tensor, 10.0, "train", kernels)
+            nanoseconds = min(closed_form.COSTS[piece.chip][path].values()) * 64 / 128  # a pair of m = 64
+            assert done.seconds == pytest.approx(180 * nanoseconds * 1e-9 / closed_form.FILL / cores)
 
     def test_dense_attention_is_counted_at_the_peak(self):
         """Two products in the forward pass, four and three in the two kernels of the backward pass."""

@@ -377,7 +377,6 @@ def _call(
         [(_by_window(tables.wanted), tables.wanted), *arrays],
         results,
         scratch=[*matrix, *pieces, pltpu.SemaphoreType.DMA((len(pieces),))],
-        semantics=("arbitrary", "arbitrary"),
         aliases=aliases,
         vmem_bytes=vmem_bytes(layout, slots),
         interpret=interpret,

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention.block_sizes import BlockSizes
 from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.tpu import dense_kernels
@@ -159,8 +160,9 @@ def plan(problem: Problem) -> Path:
     sizes.require_multiple("keys", m)
     block = max(1, min((sizes.keys or KEYS) // m, max(kinds)))
     blocks = -(-kinds[0] // block), -(-kinds[1] // block)
+    cores = chips.current_chip().device_cores
     for lanes in (GROUP >> i for i in range(4)):
-        layout = Layout(tile, tiles, block, blocks, m, *group_heads(problem.heads, problem.d, lanes))
+        layout = Layout(tile, tiles, block, blocks, m, *group_heads(problem.heads, problem.d, lanes, cores))
         if vmem_bytes(layout, problem.dtype.itemsize) <= VMEM_BYTES:
             return Path(problem, layout)
     raise ValueError(

@@ -65,6 +65,11 @@ def modelled(
       costs: like those of one chip in COSTS; None: its own.
     """
     limits, costs = chips.TPUS[chip], COSTS[chip] if costs is None else costs
+
+    def divided(time: float, parts: int) -> float:
+        """Over the cores of a device: each takes whole parts."""
+        return time * -(-parts // limits.device_cores) / parts
+
     work = problem.m * problem.heads * problem.d / REFERENCE_WORK
     experts = problem.resources - problem.num_context
     times = {}
@@ -76,13 +81,15 @@ def modelled(
         # Of one resource: keys and values in both passes, and their float32 gradients, read and written.
         table_bytes = problem.m * problem.heads * problem.d * (2 * 2 * problem.dtype.itemsize + 2 * 2 * 4)
         issue = work * _pairs(costs["resident"], problem.max_pairs, problem.max_pairs / met, layout.tile)
-        times["resident"] = max(issue, met * table_bytes / limits.bandwidth * 1e9)
+        time = max(issue, met * table_bytes / limits.bandwidth * 1e9)
+        times["resident"] = divided(time, layout.groups * layout.cores)
     if "gathered" in plans:
         rows, tile = problem.max_pairs / problem.resources, plans["gathered"].layout.tile
-        times["gathered"] = work * _pairs(costs["gathered"], problem.max_pairs, rows, tile)
+        time = work * _pairs(costs["gathered"], problem.max_pairs, rows, tile)
+        times["gathered"] = divided(time, plans["gathered"].layout.groups)
     if "dense" in plans:
         pairs = problem.tokens * (row_chunks / 2 + experts)
-        times["dense"] = work * pairs * min(costs["dense"].values())
+        times["dense"] = divided(work * pairs * min(costs["dense"].values()), plans["dense"].layout.groups)
     return times
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num, Shaped
 
+from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import tables as tables_lib
 from pallas_kernels.block_sparse_attention.block_sizes import DEFAULT, BlockSizes, pairs_a_tile
 from pallas_kernels.block_sparse_attention.tile import finite
@@ -151,11 +152,15 @@ class Path(NamedTuple):
 def plan(problem: Problem) -> Path:
     """Heads in groups; refuses heads and numbers that do not go into rows."""
     rows = problem.max_pairs / problem.resources
-    return Path(problem, choose_layout(problem.heads, problem.d, problem.dtype, rows, problem.block_sizes))
+    shape, cores = (problem.heads, problem.d, problem.dtype), chips.current_chip().device_cores
+    return Path(problem, choose_layout(*shape, rows, problem.block_sizes, cores))
 
 
-def choose_layout(heads: int, d: int, dtype: jnp.dtype, rows: float, block_sizes: BlockSizes = DEFAULT) -> Layout:
-    """Groups of heads that fill a register a pair; large tiles where resources have rows (on average) to fill them."""
+def choose_layout(
+    heads: int, d: int, dtype: jnp.dtype, rows: float, block_sizes: BlockSizes = DEFAULT, cores: int = 1
+) -> Layout:
+    """Groups of heads that fill a register a pair, as many for every core of a device; large tiles where resources have
+    rows (on average) to fill them."""
     if dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"dtype {dtype}; wanted float32 or bfloat16")
     halves = 4 // jnp.dtype(dtype).itemsize
@@ -164,6 +169,7 @@ def choose_layout(heads: int, d: int, dtype: jnp.dtype, rows: float, block_sizes
     if d > MOST_UNITS * unit:
         raise ValueError(f"head size {d}; wanted at most {MOST_UNITS * unit} for {dtype}")
     groups = -(-heads // (MOST_UNITS * unit // d))
+    groups = min(round_up(groups, cores), heads)
     heads = -(-heads // groups)
     block_sizes.require_multiple("pairs", LANES)
     return Layout(block_sizes.pairs or pairs_a_tile(rows), groups, heads, d, _power(-(-heads * d // unit)), halves)

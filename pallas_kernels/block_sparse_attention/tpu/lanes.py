@@ -12,11 +12,13 @@ from jaxtyping import Array, Float, Shaped
 from pallas_kernels.tpu import LANES, round_up
 
 
-def group_heads(heads: int, d: int, lanes: int) -> tuple[int, int, int]:
-    """Groups, heads a group, lanes a head: groups of whole registers, of at most `lanes` or the least there is."""
+def group_heads(heads: int, d: int, lanes: int, cores: int) -> tuple[int, int, int]:
+    """Groups, heads a group, lanes a head: groups of whole registers, of at most `lanes` or the least there is; as many
+    for each of the `cores` of a device, where there are heads enough."""
     d = LANES // 2 if d <= LANES // 2 else round_up(d, LANES)
     unit = max(1, LANES // d)  # heads that fill whole registers
     groups = -(-heads // max(unit, lanes // d // unit * unit))
+    groups = min(round_up(groups, cores), -(-heads // unit))
     return groups, round_up(-(-heads // groups), unit), d
 
 

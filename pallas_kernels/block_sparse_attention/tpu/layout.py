@@ -30,6 +30,7 @@ class Layout(NamedTuple):
     groups: int
     heads: int
     d: int
+    cores: int = 1  # of a device that take a window each at the same time; windows are a multiple of them
 
     @property
     def slots(self) -> int:
@@ -53,23 +54,33 @@ class Layout(NamedTuple):
         return [list(range(h, min(h + per, self.heads))) for h in range(0, self.heads, per)]
 
 
-def choose(tokens: int, heads: int, d: int, rows: float, most_tokens: int, block_sizes: BlockSizes = DEFAULT) -> Layout:
+def choose(
+    tokens: int,
+    heads: int,
+    d: int,
+    rows: float,
+    most_tokens: int,
+    block_sizes: BlockSizes = DEFAULT,
+    cores: int = 1,
+) -> Layout:
     """Groups of heads that fill a register a token; large tiles where resources have rows (on average) to fill them.
 
-    Windows of equal size, of at most `most_tokens`; the last may have fewer.
+    Windows of equal size, of at most `most_tokens`; the last may have fewer, or none. Where the groups cannot be
+    divided over the `cores` of a device, windows are.
     """
     d = 2 ** math.ceil(math.log2(d)) if d < LANES else round_up(d, LANES)
     if d > GROUP:
         raise ValueError(f"head size {d}; wanted at most {GROUP}")
     groups = -(-heads // min(TOTAL, GROUP // d))
-    windows = -(-tokens // most_tokens)
+    cores = 1 if groups % cores == 0 else cores
+    windows = max(-(-tokens // most_tokens), cores)
     size = round_up(-(-tokens // windows), PIECE if windows > 1 else ROWS)
     if size > most_tokens:
         size = round_up(-(-tokens // windows), ROWS)
-    windows = -(-tokens // size)
+    windows = round_up(-(-tokens // size), cores)
     block_sizes.require_multiple("pairs", LANES)
     tile = block_sizes.pairs or pairs_a_tile(rows / windows)
-    return Layout(tile, windows, size, groups, -(-heads // groups), d)
+    return Layout(tile, windows, size, groups, -(-heads // groups), d, cores)
 
 
 def to_rows(x: Shaped[Array, "T H d"], layout: Layout) -> Shaped[Array, "L Q 128"]:

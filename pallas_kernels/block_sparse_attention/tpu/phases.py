@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Int
 
 from pallas_kernels.tpu import ROWS
 
@@ -41,6 +42,48 @@ def addresses(row_ref, first, count: int) -> list:
     return [view[j] for j in range(count)]
 
 
+class Bounds(NamedTuple):
+    """The tiles of a window, in order: first those of context chunks, then those of experts. Numbers, or arrays [C] of
+    the windows that as many cores take at the same time."""
+
+    first: Int[Array, "*C"]
+    experts: Int[Array, "*C"]  # the first tile of an expert
+    number: Int[Array, "*C"]  # at least 1: an empty tile where there is none
+    window: Int[Array, "*C"]
+
+
+class Step(NamedTuple):
+    """A step of the grid: one tile of one window, for one group of heads."""
+
+    group: Any
+    core: Any  # among those that take a window each
+    number: Any  # of the tile in its window
+    bounds: Bounds
+
+    @classmethod
+    def here(cls, first, second, bounds, cores: int) -> "Step":
+        """From the indices of the grid, and the bounds of all cores' windows, [4, cores]."""
+        group, core = (first, 0) if cores == 1 else (jax.lax.div(first, cores), jax.lax.rem(first, cores))
+        return cls(group, core, second, Bounds(*(bounds[i, core] for i in range(len(Bounds._fields)))))
+
+    @property
+    def tile(self):
+        """Among those of all windows."""
+        return self.bounds.first + self.number
+
+    def begins(self):
+        """Whether it is the first tile of context, or of experts."""
+        return (self.number == 0) | (self.tile == self.bounds.experts)
+
+    def ends(self):
+        """Whether it is the last one of a kind."""
+        return (self.number == self.bounds.number - 1) | self._replace(number=self.number + 1).begins()
+
+    def kind(self):
+        """Of what the tile meets: 0, context and rotated queries; 1, experts."""
+        return (self.tile >= self.bounds.experts).astype(jnp.int32)
+
+
 class Rows(NamedTuple):
     """Addresses of the tokens of a tile, of the next one and of the one before."""
 
@@ -67,16 +110,15 @@ def in_series(rows: Rows, phases: Phases, interpret: bool) -> None:
     for_rows(rows.here, interpret, phases.accumulate(0))
 
 
-def overlapped(rows: Rows, phases: Phases, interpret: bool, bounds) -> None:
+def overlapped(rows: Rows, phases: Phases, interpret: bool, step: Step) -> None:
     """While a tile attends, the next one is gathered into the other buffer, and the one before it accumulated.
 
     The first tile that meets context, or experts, has none before it with the same queries: it is gathered alone, and
     what is then accumulated goes to the padding slot, see `_Blocks.rows`. The last one is accumulated alone.
     """
-    step = pl.program_id(1)
     for buffer in range(2):  # a copy of the code for each: the addresses in them are then known
 
-        @pl.when(jax.lax.rem(step, 2) == buffer)
+        @pl.when(jax.lax.rem(step.number, 2) == buffer)
         def _(buffer=buffer):
             works = (rows.after, phases.gather(1 - buffer)), (rows.before, phases.accumulate(1 - buffer))
 
@@ -89,27 +131,12 @@ def overlapped(rows: Rows, phases: Phases, interpret: bool, bounds) -> None:
                     for row_ref, body in works:
                         body(addresses(row_ref, batch * BETWEEN, BETWEEN), batch * BETWEEN)
 
-            @pl.when(begins(step, bounds))
+            @pl.when(step.begins())
             def _():
                 for_rows(rows.here, interpret, phases.gather(buffer))
 
             phases.attend(buffer, between)
 
-            @pl.when(ends(step, bounds))
+            @pl.when(step.ends())
             def _():
                 for_rows(rows.here, interpret, phases.accumulate(buffer))
-
-
-def begins(step, bounds):
-    """Whether the first tile of context, or of experts, is that of a step. `bounds`: those of a window."""
-    return (step == 0) | (bounds[0] + step == bounds[1])
-
-
-def ends(step, bounds):
-    """Whether the last one is."""
-    return (step == bounds[2] - 1) | begins(step + 1, bounds)
-
-
-def kind_of(step, bounds):
-    """Of what a tile meets: 0, context and rotated queries; 1, experts."""
-    return (bounds[0] + step >= bounds[1]).astype(jnp.int32)

@@ -21,7 +21,8 @@ from pallas_kernels.block_sparse_attention.tpu import compaction, resident_kerne
 from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
 from pallas_kernels.block_sparse_attention.tpu.lanes import from_lanes, to_lanes
 from pallas_kernels.block_sparse_attention.tpu.layout import GROUP, Layout
-from pallas_kernels.block_sparse_attention.tpu.resident_kernels import Bounds, Maximum, Tiles
+from pallas_kernels.block_sparse_attention.tpu.phases import Bounds
+from pallas_kernels.block_sparse_attention.tpu.resident_kernels import Maximum, Tiles
 from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem
 from pallas_kernels.tpu import LANES, LOG2_E, LOWEST, ROWS, compiled_or_interpreted, round_up
 
@@ -123,11 +124,13 @@ class Path(NamedTuple):
         """Every kernel adds to what there is: no gradient is written twice, and none is left unwritten."""
         query, query_expert, key, value, *_ = inputs
         layout, problem, tiles = self.layout, self.problem, tables.tiles
+        cores = functools.partial(jnp.pad, pad_width=[(0, layout.cores - 1), *[(0, 0)] * 3])  # zeros for the others
         d_output, lse, delta = cotangents
         packed = tuple(_pack(x, d_output, layout) for x in (query, query_expert))
         stats = layout_lib.to_stats(lse - tables.shift, delta, layout, padding=-LOWEST)  # no weight, whatever the bias
         d_queries = tuple(layout_lib.to_rows(x, layout) for x in (start.query, start.query_expert))
         key, value, d_key, d_value = (to_lanes(x, layout) for x in (key, value, start.key, start.value))
+        d_key, d_value = cores(d_key[None]), cores(d_value[None])
 
         def window(state, bounds):
             *d_queries, d_bias, d_key, d_value = self._run(
@@ -139,7 +142,7 @@ class Path(NamedTuple):
         state, _ = jax.lax.scan(window, (d_queries, d_bias, d_key, d_value), self._bounds(tables))
         d_queries, d_bias, d_key, d_value = state
         d_query, d_query_expert = (layout_lib.from_rows(x, layout, query.shape) for x in d_queries)
-        d_key, d_value = (from_lanes(x, layout, problem.heads, problem.d) for x in (d_key, d_value))
+        d_key, d_value = (from_lanes(x.sum(0), layout, problem.heads, problem.d) for x in (d_key, d_value))
         d_bias = self._from_tiles(d_bias.sum(0), tables)
         return Gradients(d_query, d_query_expert, d_key, d_value, start.bias + d_bias)
 
@@ -149,12 +152,13 @@ class Path(NamedTuple):
         return found[: self.problem.tokens, : self.problem.slots]
 
     def _bounds(self, tables: Tables) -> Bounds:
-        """Of every window."""
+        """Of all windows; the last dimension is of those that the cores of a device take at the same time."""
         (_, resource, begin), resources = tables.places, self.problem.resources
         window = jnp.arange(self.layout.windows)
         first, experts, last = (begin[window * resources + r] for r in (0, self.problem.num_context, resources))
         first = jnp.where(first < last, first, len(resource) - 1)  # a window without pairs: the empty tile
-        return Bounds(first, experts, jnp.maximum(last - first, 1), window)
+        bounds = Bounds(first, experts, jnp.maximum(last - first, 1), window)
+        return jax.tree.map(lambda x: x.reshape(-1, self.layout.cores), bounds)
 
     def _run(self, kernel, *arrays, **options):
         size = vmem_bytes(self.layout, self.problem.m, self.problem.dtype.itemsize)
@@ -165,11 +169,10 @@ class Path(NamedTuple):
 def plan(problem: Problem, vmem: int | None = None) -> Path:
     """As few windows as `vmem` bytes of fast memory allow, None: as many as the chip has; or of the size that is asked
     for."""
-    vmem = chips.TPUS[chips.current()].vmem if vmem is None else vmem
-    rows = problem.max_pairs / problem.resources
-    choose = functools.partial(
-        layout_lib.choose, problem.tokens, problem.heads, problem.d, rows, block_sizes=problem.block_sizes
-    )
+    chip = chips.current_chip()
+    vmem = chip.vmem if vmem is None else vmem
+    shape = problem.tokens, problem.heads, problem.d, problem.max_pairs / problem.resources
+    choose = functools.partial(layout_lib.choose, *shape, block_sizes=problem.block_sizes, cores=chip.device_cores)
     layout = choose(most_tokens=max(problem.tokens, 1))
     itemsize = problem.dtype.itemsize
     fixed = vmem_bytes(layout._replace(tokens=0), problem.m, itemsize)

@@ -3,14 +3,14 @@ in fast memory.
 
 A token is one vector register of a head group, so that picking the tokens of a tile and adding to their sums are loads
 and stores at an address from scalar memory: no gather, no scatter, no partial results in main memory. Scores are
-transposed, keys by tokens: everything per token is a row of lanes. Tiles run in order on one core, so sums are
-deterministic. While the products of one tile run, the tokens of the next are picked and the sums of the one before are
-added up: they are in other slots of the same bundles.
+transposed, keys by tokens: everything per token is a row of lanes. Tiles of a window run in order, on one core, so
+sums are deterministic. While the products of one tile run, the tokens of the next are picked and the sums of the one
+before are added up: they are in other slots of the same bundles.
 
 Arrays of tokens are those of all windows: a kernel copies what its window needs, and leaves the rest as it is.
 
 Shapes: L tokens, G head groups, Q = 8 G rows of a token, S = 16 G rows in float32, or Q; N tiles, t rows a tile, R
-resources, m keys a resource, E lanes of all groups.
+resources, m keys a resource, E lanes of all groups, C cores that take a window each.
 """
 
 import functools
@@ -25,13 +25,12 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.block_sparse_attention.tpu.layout import TOTAL, Layout
 from pallas_kernels.block_sparse_attention.tpu.phases import (
+    Bounds,
     Phases,
     Rows,
-    begins,
-    ends,
+    Step,
     for_rows,
     in_series,
-    kind_of,
     overlapped,
     row_slice,
 )
@@ -53,15 +52,6 @@ class Tiles(NamedTuple):
     row: Int[Array, "N 1 t"]  # the token's slot in its window
     bias: Float[Array, "N 1 t"]
     visible: Int[Array, "N 1 t"]
-
-
-class Bounds(NamedTuple):
-    """The tiles of one window, in order: first those of context chunks, then those of experts."""
-
-    first: Int[Array, ""]
-    experts: Int[Array, ""]  # the first tile of an expert
-    number: Int[Array, ""]  # at least 1: an empty tile where there is none
-    window: Int[Array, ""]
 
 
 def _staggered(jobs: Sequence, *stages: Callable[[Any, Any], Any], between: Callable[[int, int], None]) -> list:
@@ -162,7 +152,7 @@ def _stack(rows: list, size: int):
 
 
 def _forward_kernel(
-    resource, bounds, here, after, before, bias_ref, visible_ref, sum_in, stats_in, key_ref, value_ref, queries_in,
+    step, resource, here, after, before, bias_ref, visible_ref, sum_in, stats_in, key_ref, value_ref, queries_in,
     sum_out, stats_out,
     query_ref, sum_ref, stats_ref,  # scratch: the window's tokens
     queries, outputs, stats, decays,  # scratch: the tile's rows
@@ -170,16 +160,15 @@ def _forward_kernel(
     *, layout: Layout, scale: float, interpret: bool, maximum: Maximum,
 ):  # fmt: skip
     del resource
-    step, running = pl.program_id(1), maximum == "running"
-    memory = Memory.here(bounds, sum_in, layout, copied)
+    running, memory = maximum == "running", Memory.here(step, sum_in, layout, copied)
 
-    @pl.when(step == 0)
+    @pl.when(step.number == 0)
     def _():
         clear(layout, query_ref, sum_ref, stats_ref)
         memory.load((memory.rows(sum_in), sum_ref), (memory.stats(stats_in), stats_ref))
 
-    load_kind(memory, queries_in, query_ref, step, bounds)
-    query = _query(kind_of(step, bounds), key_ref.dtype, layout)
+    load_kind(memory, queries_in, query_ref)
+    query = _query(step.kind(), key_ref.dtype, layout)
 
     def gather(buffer):
         def body(rows, first):
@@ -245,15 +234,15 @@ def _forward_kernel(
     if running:  # what a tile finds depends on the sums of the one before
         in_series(rows, phases, interpret)
     else:
-        overlapped(rows, phases, interpret, bounds)
+        overlapped(rows, phases, interpret, step)
 
-    @pl.when(step == bounds[2] - 1)
+    @pl.when(step.number == step.bounds.number - 1)
     def _():
         memory.store((memory.rows(sum_out), sum_ref), (memory.stats(stats_out), stats_ref))
 
 
 def _mass_kernel(
-    resource, bounds, here, after, before, bias_ref, visible_ref, shares_in, stats_in, key_ref, queries_in,
+    step, resource, here, after, before, bias_ref, visible_ref, shares_in, stats_in, key_ref, queries_in,
     shares_ref,
     query_ref, stats_ref,  # scratch: the window's tokens
     queries, stats,  # scratch: the tile's rows
@@ -262,15 +251,15 @@ def _mass_kernel(
 ):  # fmt: skip
     # `_call` gives every kernel the addresses of the neighbouring tiles. Nothing overlaps here: they are not needed.
     del resource, after, before, shares_in
-    step, memory = pl.program_id(1), Memory.here(bounds, queries_in[0], layout, copied)
+    memory = Memory.here(step, queries_in[0], layout, copied)
 
-    @pl.when(step == 0)
+    @pl.when(step.number == 0)
     def _():
         clear(layout, query_ref, stats_ref)
         memory.load((memory.stats(stats_in), stats_ref))
 
-    load_kind(memory, queries_in, query_ref, step, bounds)
-    query = _query(kind_of(step, bounds), key_ref.dtype, layout)
+    load_kind(memory, queries_in, query_ref)
+    query = _query(step.kind(), key_ref.dtype, layout)
 
     def gather(rows, first):
         for j, row in enumerate(rows):
@@ -295,7 +284,7 @@ def _mass_kernel(
 
 
 def _backward_kernel(
-    resource, bounds, here, after, before, bias_ref, visible_ref,
+    step, resource, here, after, before, bias_ref, visible_ref,
     d_query_in, d_query_expert_in, d_bias_in, d_key_in, d_value_in, packed_in, packed_expert_in, stats_in,
     key_ref, value_ref,
     d_query_out, d_query_expert_out, d_bias_ref, d_key_ref, d_value_ref,
@@ -305,18 +294,17 @@ def _backward_kernel(
     *, layout: Layout, scale: float, interpret: bool, size: int,
 ):  # fmt: skip
     del d_bias_in
-    step, dtype = pl.program_id(1), key_ref.dtype
-    tile, memory = bounds[0] + step, Memory.here(bounds, packed_in, layout, copied)
+    dtype, memory = key_ref.dtype, Memory.here(step, packed_in, layout, copied)
 
-    @pl.when(step == 0)
+    @pl.when(step.number == 0)
     def _():
         clear(layout, packed_ref, d_query_ref, stats_ref)
         memory.load((memory.stats(stats_in), stats_ref))
 
-    load_kind(memory, (packed_in, packed_expert_in), packed_ref, step, bounds)
-    load_kind(memory, (d_query_in, d_query_expert_in), d_query_ref, step, bounds)
+    load_kind(memory, (packed_in, packed_expert_in), packed_ref)
+    load_kind(memory, (d_query_in, d_query_expert_in), d_query_ref)
 
-    @pl.when((step == 0) | (resource[tile] != resource[jnp.maximum(tile - 1, 0)]))
+    @pl.when((step.number == 0) | (resource[step.tile] != resource[jnp.maximum(step.tile - 1, 0)]))
     def _():
         d_key_ref[...] = d_key_in[...]
         d_value_ref[...] = d_value_in[...]
@@ -370,11 +358,11 @@ def _backward_kernel(
 
         return body
 
-    overlapped(Rows(here, after, before), Phases(gather, attend, accumulate), interpret, bounds)
+    overlapped(Rows(here, after, before), Phases(gather, attend, accumulate), interpret, step)
 
     for kind, ref in enumerate((d_query_out, d_query_expert_out)):
 
-        @pl.when(ends(step, bounds) & (kind_of(step, bounds) == kind))
+        @pl.when(step.ends() & (step.kind() == kind))
         def _(ref=ref):
             memory.store((memory.rows(ref), d_query_ref))
 
@@ -407,52 +395,68 @@ class _Blocks(NamedTuple):
     layout: Layout
     tiles: int
 
+    def step(self, first, second, bounds) -> Step:
+        """Where the tiles of a core's window are at an end, and the other's are not, the last one stays where it is."""
+        step = Step.here(first, second, bounds, self.layout.cores)
+        return step if self.layout.cores == 1 else step._replace(number=jnp.minimum(second, step.bounds.number - 1))
+
+    def block(self, shape: tuple, index: Callable, **options: Any) -> pl.BlockSpec:
+        """index(step, resource): of the block that a step sees."""
+        return pl.BlockSpec(shape, lambda i, j, resource, bounds: index(self.step(i, j, bounds), resource), **options)
+
     def by_tile(self) -> pl.BlockSpec:
-        return pl.BlockSpec((1, 1, self.layout.tile), lambda g, s, _, bounds: (bounds[0] + s, 0, 0))
+        return self.block((1, 1, self.layout.tile), lambda step, _: (step.tile, 0, 0))
 
     def rows(self) -> Rows:
         """Addresses of this tile, the next and the one before. Where a phase begins there is none before: the last of
         all tiles, which is empty, stands in."""
 
         def in_scalar_memory(which: Callable) -> pl.BlockSpec:
-            def index(group, step, _, bounds):
-                return which(step, bounds), 0, 0
-
-            return pl.BlockSpec((1, 1, self.layout.tile), index, memory_space=pltpu.SMEM)
+            index = lambda step, _: (which(step), 0, 0)  # noqa: E731
+            return self.block((1, 1, self.layout.tile), index, memory_space=pltpu.SMEM)
 
         return Rows(
-            in_scalar_memory(lambda step, bounds: bounds[0] + step),
-            in_scalar_memory(lambda step, bounds: bounds[0] + jnp.minimum(step + 1, bounds[2] - 1)),
-            in_scalar_memory(
-                lambda step, bounds: jnp.where(begins(step, bounds), self.tiles - 1, bounds[0] + step - 1)
-            ),
+            in_scalar_memory(lambda step: step.tile),
+            in_scalar_memory(lambda step: step.bounds.first + jnp.minimum(step.number + 1, step.bounds.number - 1)),
+            in_scalar_memory(lambda step: jnp.where(step.begins(), self.tiles - 1, step.tile - 1)),
         )
 
     def by_pair(self, rows: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, 1, rows, self.layout.tile), lambda g, s, _, bounds: (g, bounds[0] + s, 0, 0))
+        return self.block((1, 1, rows, self.layout.tile), lambda step, _: (step.group, step.tile, 0, 0))
 
     def table(self, m: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, m, self.layout.lanes), lambda g, s, resource, bounds: (resource[bounds[0] + s], 0, g))
+        return self.block((1, m, self.layout.lanes), lambda step, resource: (resource[step.tile], 0, step.group))
+
+    def gradient(self, m: int) -> pl.BlockSpec:
+        """Of a table: every core has one of its own."""
+        shape = None, 1, m, self.layout.lanes
+        return self.block(shape, lambda step, resource: (step.core, resource[step.tile], 0, step.group))
 
 
 def _call(
-    kernel, name, tiles: Tiles, bounds: Bounds, arrays, results, scratch, table: pl.BlockSpec,
+    kernel, name, tiles: Tiles, bounds: Bounds, arrays, results, scratch, tables: Sequence[pl.BlockSpec],
     *, products: int, aliases: Mapping[int, int], layout: Layout, scale: float, vmem_bytes: int, interpret: bool,
 ):  # fmt: skip
-    """`aliases` of `arrays` alone. Keys, values and their gradients have the block `table`; each score is worth as many
-    `products` of d numbers."""
+    """`aliases` of `arrays` alone. Keys, values and their gradients have the blocks `tables`; each score is worth as
+    many `products` of d numbers. Where windows are divided over cores, a grid has as many steps as the longer needs."""
+
+    def run(resource, bounds, *refs):
+        step = Step.here(pl.program_id(0), pl.program_id(1), bounds, layout.cores)
+        work = functools.partial(kernel, step, resource, *refs, layout=layout, scale=scale, interpret=interpret)
+        work() if layout.cores == 1 else pl.when(step.number < step.bounds.number)(work)
+
     blocks = _Blocks(layout, len(tiles.resource))
     of_tiles = [(spec, tiles.row) for spec in blocks.rows()]
     of_tiles += [(blocks.by_tile(), x) for x in (tiles.bias, tiles.visible)]
-    # A window's share of as many tiles as there may be: how many there are is known at run time only.
-    keys = next(x.shape[1] for block, x in arrays if block is table)
-    scores = tiles.row.size * keys * layout.groups * layout.heads // layout.windows
+    # These windows' share of as many tiles as there may be: how many there are is known at run time only.
+    keys, calls = next(x.shape[1] for block, x in arrays if block is tables[0]), layout.windows // layout.cores
+    scores = tiles.row.size * keys * layout.groups * layout.heads // calls
     moved = [(None, tiles), *arrays, *results]
-    tables, others = (_bytes([x for block, x in moved if (block is table) == which]) for which in (True, False))
+    kept, others = (_bytes([x for block, x in moved if (block in tables) == which]) for which in (True, False))
     return call(
-        functools.partial(kernel, layout=layout, scale=scale, interpret=interpret),
+        run,
         name,
-        (layout.groups, bounds.number),
+        (layout.groups * layout.cores, bounds.number.max()),
         (tiles.resource, jnp.stack(bounds)),
         [*of_tiles, *arrays],
         [(block, array.shape, F32) for block, array in results],
@@ -463,7 +467,7 @@ def _call(
         cost=pl.CostEstimate(
             flops=2 * products * scores * layout.d,
             transcendentals=scores,
-            bytes_accessed=tables + others // layout.windows,
+            bytes_accessed=kept + others // calls,
         ),
         interpret=interpret,
     )
@@ -482,7 +486,7 @@ def forward(
     layout: Layout,
     **options: Any,
 ) -> tuple[Float[Array, "L Q 128"], Float[Array, "G L 128"]]:
-    """Adds a window's tiles to its tokens' sums (not divided) and statistics.
+    """Adds the tiles of a window, or of one for every core, to its tokens' sums (not divided) and statistics.
 
     Statistics are totals, and before them the running maxima in base 2, or totals of the weights as they were rounded.
 
@@ -498,7 +502,7 @@ def forward(
     scratch += [((decays, LANES), F32)]
     kernel = functools.partial(_forward_kernel, maximum=maximum)
     name = {"bounded": "block_sparse_attention_forward", "running": "block_sparse_attention_forward_running"}[maximum]
-    given, aliases = (arrays, arrays[:2], scratch, table), {0: 0, 1: 1}
+    given, aliases = (arrays, arrays[:2], scratch, (table,)), {0: 0, 1: 1}
     return _call(kernel, name, tiles, bounds, *given, products=2, aliases=aliases, layout=layout, **options)
 
 
@@ -523,15 +527,15 @@ def mass(
     table = blocks.table(key.shape[1])
     arrays = [(ANYWHERE, shares), (ANYWHERE, stats), (table, key), _everywhere(queries)]
     scratch = [_slots(layout, ROWS, kind), _slots(layout), _rows(layout, ROWS, kind), _rows(layout)]
-    given, name = (arrays, [(blocks.by_pair(1), shares)], scratch, table), "block_sparse_attention_mass"
+    given, name = (arrays, [(blocks.by_pair(1), shares)], scratch, (table,)), "block_sparse_attention_mass"
     return _call(_mass_kernel, name, tiles, bounds, *given, products=1, aliases={0: 0}, layout=layout, **options)
 
 
 def backward(
     d_queries: Sequence[Float[Array, "L Q 128"]],
     d_bias: Float[Array, "G N 1 t"],
-    d_key: Float[Array, "R m E"],
-    d_value: Float[Array, "R m E"],
+    d_key: Float[Array, "C R m E"],
+    d_value: Float[Array, "C R m E"],
     packed: Sequence[Num[Array, "L S 128"]],
     stats: Float[Array, "G L 128"],
     key: Num[Array, "R m E"],
@@ -551,14 +555,15 @@ def backward(
       The first five, changed.
     """
     blocks = _Blocks(layout, len(tiles.resource))
-    table, size, kind = blocks.table(key.shape[1]), packed[0].shape[1] // layout.groups, packed[0].dtype
-    arrays = [*((ANYWHERE, x) for x in (*d_queries, d_bias)), (table, d_key), (table, d_value)]
+    table, gradient = blocks.table(key.shape[1]), blocks.gradient(key.shape[1])
+    size, kind = packed[0].shape[1] // layout.groups, packed[0].dtype
+    arrays = [*((ANYWHERE, x) for x in (*d_queries, d_bias)), (gradient, d_key), (gradient, d_value)]
     results = [*arrays[:2], (blocks.by_pair(1), d_bias), *arrays[3:]]
     arrays += [*((ANYWHERE, x) for x in (*packed, stats)), (table, key), (table, value)]
     scratch = [_slots(layout, size, kind), _slots(layout, ROWS), _slots(layout)]
     scratch += [_rows(layout, n, x, 2) for n, x in ((size, kind), (ROWS, F32), (1, F32))]
     kernel, name = functools.partial(_backward_kernel, size=size), "block_sparse_attention_backward"
-    given, aliases = (arrays, results, scratch, table), {i: i for i in range(5)}
+    given, aliases = (arrays, results, scratch, (table, gradient)), {i: i for i in range(5)}
     return _call(kernel, name, tiles, bounds, *given, products=5, aliases=aliases, layout=layout, **options)
 
 

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.block_sparse_attention.tpu.layout import Layout
-from pallas_kernels.block_sparse_attention.tpu.phases import begins, kind_of
+from pallas_kernels.block_sparse_attention.tpu.phases import Step
 
 
 class Memory(NamedTuple):
@@ -25,24 +25,23 @@ class Memory(NamedTuple):
 
     layout: Layout
     length: int  # tokens in main memory
-    window: Any
-    group: Any
+    step: Step
     semaphore: Any
 
     @classmethod
-    def here(cls, bounds, rows, layout: Layout, semaphore) -> "Memory":
+    def here(cls, step: Step, rows, layout: Layout, semaphore) -> "Memory":
         """`rows`: an array of all tokens."""
-        return cls(layout, rows.shape[0], bounds[3], pl.program_id(0), semaphore.at[0])
+        return cls(layout, rows.shape[0], step, semaphore.at[0])
 
     def rows(self, ref) -> Callable:
         """A place in an array of a few rows a token and group, (L, Q, 128)."""
         size = ref.shape[1] // self.layout.groups
-        mine = pl.ds(pl.multiple_of(self.group * size, size), size)
+        mine = pl.ds(pl.multiple_of(self.step.group * size, size), size)
         return lambda tokens: ref.at[tokens, mine]
 
     def stats(self, ref) -> Callable:
         """A place in an array of one row a token and group, (G, L, 128)."""
-        return lambda tokens: ref.at[self.group, tokens]
+        return lambda tokens: ref.at[self.step.group, tokens]
 
     def load(self, *pairs) -> None:
         """(place, slots): all at once, and waits for them."""
@@ -53,7 +52,7 @@ class Memory(NamedTuple):
         self._move(pairs, lambda place, slots: (slots, place))
 
     def _move(self, pairs, direction: Callable) -> None:
-        size, first = self.layout.tokens, self.window * self.layout.tokens
+        size, first = self.layout.tokens, self.step.bounds.window * self.layout.tokens
         piece = math.gcd(size, self.length)  # a copy has a static size, and the last window may be shorter
 
         def several(i, carry, what):
@@ -74,10 +73,11 @@ def clear(layout: Layout, *slots) -> None:
         nothing[...] = jnp.zeros(nothing.shape, nothing.dtype)
 
 
-def load_kind(memory: Memory, arrays: Sequence, slots, step, bounds) -> None:
+def load_kind(memory: Memory, arrays: Sequence, slots) -> None:
     """Of arrays for context and for experts that of the phase, where it begins; one for both: once."""
+    step = memory.step
     for kind, ref in enumerate(arrays):
 
-        @pl.when(begins(step, bounds) & (kind_of(step, bounds) == kind) if len(arrays) > 1 else step == 0)
+        @pl.when(step.begins() & (step.kind() == kind) if len(arrays) > 1 else step.number == 0)
         def _(ref=ref):
             memory.load((memory.rows(ref), slots))

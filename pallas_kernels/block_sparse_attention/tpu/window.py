@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, LocalWindow
 from pallas_kernels.block_sparse_attention.tpu import window_kernels
 from pallas_kernels.block_sparse_attention.tpu.lanes import from_lanes, group_heads, pad_rows, to_lanes, to_stats
@@ -72,7 +73,8 @@ def choose_layout(shape: tuple[int, ...], m: int) -> Layout:
     """The shortest tiles in which no token sees past the one before: more than a window is wasted work."""
     tokens, heads, d = shape
     tile = round_up(m, LANES)
-    return Layout(tile, -(-tokens // tile), m, *group_heads(heads, d, GROUP_ELEMENTS // max(tile, 512)))
+    lanes, cores = GROUP_ELEMENTS // max(tile, 512), chips.current_chip().device_cores
+    return Layout(tile, -(-tokens // tile), m, *group_heads(heads, d, lanes, cores))
 
 
 def _arrays(inputs: Inputs, window: Window, layout: Layout) -> Arrays:
