@@ -6,9 +6,10 @@ feed-forward, with everything that XLA puts around the kernels.
 Needs libtpu (extra `aot`), and minutes and gigabytes of TMPDIR for every layer; what is in the output already is kept,
 so the same command goes on. Every operation of the compiled program counts as the bundles of its listing times the
 trips of its loops, or as its bytes of HBM, whichever takes longer, and as often as it runs; one that shares its listing
-with equal ones counts for itself. A loop whose trips are known at run time only counts once; of a conditional the
-dearer branch counts. Attention kernels, whose trips the data decides, and copies that the compiler lets run beside
-other work are left out: `benchmarks.layer_model` adds the kernels.
+with equal ones counts for itself. A listing is of one core: of what two cores of a device divide it has half the trips.
+A loop whose trips are known at run time only counts once; of a conditional the dearer branch counts. Attention kernels,
+whose trips the data decides, and copies that the compiler lets run beside other work are left out:
+`benchmarks.layer_model` adds the kernels.
 """
 
 from __future__ import annotations
@@ -111,8 +112,9 @@ class Cost(NamedTuple):
     times: int
 
     def nanoseconds(self, chip: Chip) -> float:
-        """In all."""
-        return 1e9 * self.times * max(self.cycles / chip.clock, self.bytes / chip.bandwidth)
+        """In all, on one device."""
+        bandwidth = chip.bandwidth * chip.device_cores
+        return 1e9 * self.times * max(self.cycles / chip.clock, self.bytes / bandwidth)
 
 
 def case(name: str, length: int) -> tuple[Callable[..., Any], Any]:
@@ -280,7 +282,8 @@ def report(record: dict[str, Any]) -> str:
         f"Nanoseconds a token, forward and backward, of all but the attention kernels: AA-MoE (D = {CONFIG.d_model}, "
         f"H = {CONFIG.num_heads}, m = {layer.chunk_size}, E = {layer.num_experts}, beta = {layer.budget.beta:g}, "
         f"K_max = {layer.max_resources}, pooled router, convolution of queries and keys), and dense attention with a "
-        f"feed-forward of width {4 * CONFIG.d_model}; one row, bfloat16. Modelled from the compiler's listings and not "
+        f"feed-forward of width {4 * CONFIG.d_model}; one row, bfloat16, one device (of v5p, two cores). Modelled from "
+        "the compiler's listings and not "
         "measured: bundles times trips at the chip's clock, or bytes at HBM's bandwidth. `tables` is what lies around "
         "the kernel of chosen resources. Experts are prepared once for all rows: the shorter the one row, the more a "
         "token pays.",

@@ -2,12 +2,13 @@
 
     python -m benchmarks.layer_model --output=experiments/results/layer_model.json
 
-Modelled nanoseconds a token of one layer and one row, forward and backward, on one core. Nothing was measured. Most of
-it is what the TPU compilers made of both layers (`benchmarks.compiled_layer`); splash attention and the kernel of
+Modelled nanoseconds a token of one layer and one row, forward and backward, on one device. Nothing was measured. Most
+of it is what the TPU compilers made of both layers (`benchmarks.compiled_layer`); splash attention and the kernel of
 chosen resources are their own schedule (`benchmarks.tpu_schedule`) times CALIBRATION, the latter over the fill of its
 tiles besides, and what it moves in and out of fast memory around a window of tokens is added in full: nothing runs
-beside that. The layers are not of equal quality: `beta` resources of m keys or neurons a token, the first of them its
-local window, stand beside all earlier tokens and 4 D neurons.
+beside that. The two cores of a v5p device divide what DIVIDED says. The layers are not of equal quality: `beta`
+resources of m keys or neurons a token, the first of them its local window, stand beside all earlier tokens and 4 D
+neurons.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 CALIBRATION = 1.35
 """What a chip takes over what its schedule says: an assumption, from one kernel. Splash attention's forward pass was
 measured at 257 TFLOP/s on a tpu7x core (8192 tokens, d = 128) by its authors; schedules of it say 1.35 to 1.4 times."""
+DIVIDED = {"resident": ("forward", "backward"), "splash": ("forward",)}
+"""Passes that the cores of a device divide. The grid of splash attention's backward pass has no parallel dimension."""
 GROUPS = {
     "products": ("products",),
     "tables": ("tables",),
@@ -50,17 +53,18 @@ PAIRS = BETA - 1
 
 
 def attention(rows: list[dict[str, Any]], chip: str, kernel: str) -> dict[int, float]:
-    """Modelled nanoseconds a pair, both passes, by tile: of those for which both passes are in the table."""
+    """Modelled nanoseconds a pair on one device, both passes, by tile: of those for which both are in the table."""
     sums: dict[int, list[float]] = {}
     for row in rows:
         if (row["chip"], row["kernel"], row["m"], row["d"], row["heads"]) == (chip, kernel, M, D_HEAD, HEADS):
-            sums.setdefault(row["tile"], []).append(row["issue_nanoseconds"])
+            cores = TPUS[chip].device_cores if row["direction"] in DIVIDED[kernel] else 1
+            sums.setdefault(row["tile"], []).append(row["issue_nanoseconds"] / cores)
     return {tile: sum(both) for tile, both in sums.items() if len(both) == 2}
 
 
 def movement(chip: Chip, moved: float) -> float:
-    """Nanoseconds of bytes at HBM's bandwidth."""
-    return 1e9 * moved / chip.bandwidth
+    """Nanoseconds of bytes at the bandwidth of a device's HBM."""
+    return 1e9 * moved / (chip.bandwidth * chip.device_cores)
 
 
 def layout_of(chip: str, length: int) -> Layout:
@@ -133,14 +137,14 @@ def report(record: dict[str, Any]) -> str:
     heads = ["chip", "L", "AA-MoE", *names, "dense", "attention", "speed-up"]
     parts = [
         "# One layer on TPUs, modelled",
-        f"Nanoseconds a token, forward and backward, on one core: AA-MoE (D = {WIDTH}, H = {HEADS}, m = {M}, E = "
+        f"Nanoseconds a token, forward and backward, on one device: AA-MoE (D = {WIDTH}, H = {HEADS}, m = {M}, E = "
         f"{EXPERTS}, beta = {BETA:g}, K_max = {CONFIG.aamoe.max_resources}) against dense flash attention and a "
         f"feed-forward of width {4 * WIDTH}. Modelled from what the compilers made of both layers and one row, not "
         "measured: splash attention and the kernel of chosen resources by their schedules times "
         f"{CALIBRATION:g}, the latter with its tiles as full as pairs that are spread evenly make them, and copies "
         "around a window added in full; everything else by its listing, or at HBM's bandwidth. `tables` is what "
-        "surrounds the kernel of chosen resources, `choice` router, selection and budget. The two layers are not of "
-        "equal quality.",
+        "surrounds the kernel of chosen resources, `choice` router, selection and budget. A v5p device has two cores, "
+        "which divide both kernels, but for splash attention's backward pass. The two layers are not of equal quality.",
         plain_table(heads, "l" + "r" * (len(heads) - 1), rows),
         measure.closing(record["command"], f"From: {', '.join(f'`{command}`' for command in record['from'])}"),
     ]

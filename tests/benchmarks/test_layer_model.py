@@ -46,6 +46,13 @@ def test_both_passes_of_a_tile_make_one_figure_and_one_pass_none():
     assert layer_model.attention(rows, "v5e", "gathered") == {}
 
 
+def test_the_cores_of_a_device_divide_what_has_a_parallel_dimension():
+    """A v5p has two: of splash attention they divide the forward pass alone."""
+    for kernel, whole, divided in (("resident", 20.0, 10.0), ("splash", 12.0, 10.0)):
+        assert layer_model.attention(schedule_of(), "v5e", kernel) == dict.fromkeys(TILES, whole)
+        assert layer_model.attention(schedule_of(), "v5p", kernel) == dict.fromkeys(TILES, divided)
+
+
 def test_the_parts_of_a_layer_and_its_kernels_add_up():
     (row,) = layer_model.model(schedule_of(["v5e"]), compiled_of(["v5e"], [4096]))
     routed = layer_model.routed("v5e", 4096, {128: 20.0})

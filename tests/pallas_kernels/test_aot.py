@@ -144,6 +144,15 @@ def test_both_cores_of_a_v5p_have_work(path, tmp_path):
 
 
 @needs_libtpu
+def test_of_splash_attention_a_v5p_divides_the_forward_pass_alone(tmp_path):
+    """So the model of a layer counts it (`benchmarks.layer_model`)."""
+    shape = {"tokens": 2048, "heads": 8, "d": 128, "tile": 512}
+    aot.compile_apart("v5p", "benchmarks.tpu_cases:splash", shape, dump_to=tmp_path)
+    assert schedule.on_all_cores(tmp_path, "splash_mha_fwd_residuals")
+    assert not schedule.on_all_cores(tmp_path, "splash_mha_dkv_no_residuals")
+
+
+@needs_libtpu
 def test_the_compiler_s_words_are_passed_on():
     with pytest.raises(aot.CompileError, match=r"nowhere"):
         aot.compile_apart("v5e", f"{HERE}:nowhere", {})
