@@ -53,7 +53,7 @@ CONFIG = ModelConfig(
 LAYERS = {"aamoe": ("aamoe",), "dense": ("attention", "feed_forward")}
 KERNELS = ("block_sparse_attention", "gathered_", "dense_attention", "splash")
 """What a `pallas_call` of attention is named like: left out."""
-OTHER_KERNELS = {"local_window": "window", "selection": "selection"}
+OTHER_KERNELS = {"local_window": "window", "selection": "selection", "choice": "router"}
 """The parts of those that count."""
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "opt-barrier"}
 """Operations that take no time."""
@@ -65,7 +65,7 @@ PRODUCTS, ROUTER_PRODUCTS = "products", "router products"
 PLACES = {
     "window": ("tpu/window.py", "tpu/window_kernels.py"),
     "tables": ("block_sparse_attention/", "pallas_kernels/tpu.py", "aamoe/attend.py"),
-    "router": ("aamoe/pooled.py", "aamoe/router.py"),
+    "router": ("aamoe/pooled.py", "aamoe/router.py", "pallas_kernels/choice/"),
     "selection": ("pallas_kernels/selection/", "aamoe/allocation.py", "aamoe/resources.py"),
     "budget": ("aamoe/budget.py",),
     "splash": ("mixers/splash.py", "splash_attention"),
@@ -224,7 +224,7 @@ def costs_of(program: Program, folder: Path) -> list[Cost]:
         frame = re.search(r"stack_frame_id=(\d+)", operation.rest)
         file = program.files.get(int(frame[1]), "") if frame else ""
         if inside & {"convolution", "dot"}:
-            return ROUTER_PRODUCTS if file.endswith(PLACES["router"]) else PRODUCTS
+            return ROUTER_PRODUCTS if any(end in file for end in PLACES["router"]) else PRODUCTS
         named = (name for name, ends in PLACES.items() if any(end in file for end in ends))
         return next(named, "other" if file else "copies")
 

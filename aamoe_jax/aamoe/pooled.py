@@ -15,20 +15,18 @@ keys of each, H heads here, k head size. Everything here is float32 (decision 38
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from aamoe_jax.aamoe.cache import Cache
 from aamoe_jax.aamoe.router import Heads, Scores
-from aamoe_jax.config import ModelConfig, RouterPrecision
+from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import split_heads
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.shards import RESOURCE, TENSOR, WHOLE, Shards
+from pallas_kernels.choice import scores_of_experts, shares, shares_of_scores
 
-NEVER = -1e30
-"""Score of what cannot be chosen: finite, so that a softmax over nothing else has a gradient."""
 LEAST = 1e-30
 """The smallest P(choose), so that it has a logarithm."""
 
@@ -50,10 +48,15 @@ class PooledRouter(nnx.Module):
         keys = pool(heads.key.reshape(len(h), -1, layer.chunk_size, *heads.key.shape[2:]), layer.pool_size)
         expert_keys = shards.gather(self.expert_keys(heads.expert_key), RESOURCE, 0)
 
-        of_chunks = chunk_scores(heads.rotated_query, shards.gather(keys, RESOURCE), self.precision)
-        of_experts = expert_scores(heads.query, expert_keys, self.precision)
-        found = log_choice(of_chunks, of_experts, chunks, layer.pooled_keys, shards)
-        return *found, jnp.zeros(h.shape[:2])
+        found = shares(
+            heads.rotated_query,
+            heads.query,
+            shards.gather(keys, RESOURCE),
+            expert_keys,
+            chunks,
+            precision=self.precision,
+        )
+        return *log_choice(found, chunks.shape[2], shards), jnp.zeros(h.shape[:2])
 
     def page_keys(self, heads: Heads, context: Context) -> Float[Array, "b pooled H k"]:
         """What the chunks of a prompt are scored by."""
@@ -72,11 +75,12 @@ class PooledRouter(nnx.Module):
         size = self.config.aamoe.pool_size
         group = context.positions // size
         cache = cache.write_router_key(group, pool(split_heads(cache.keys_of(group, size), self.config.head_dim), size))
-        scores = cache.chunk_scores(_scaled(heads.rotated_query), self.precision).transpose(1, 0, 3, 2)  # [H, b, g, l]
+        query, query_expert = (x.shape[-1] ** -0.5 * x.astype(jnp.float32) for x in (heads.rotated_query, heads.query))
+        scores = cache.chunk_scores(query, self.precision).transpose(1, 0, 3, 2)  # [H, b, g, l]
         of_chunks = scores.reshape(*scores.shape[:2], 1, -1)
-        of_experts = expert_scores(heads.query, cache.expert_key, self.precision)
-        found = log_choice(of_chunks, of_experts, chunks, scores.shape[2])
-        return (*found, jnp.zeros(h.shape[:2])), cache
+        of_experts = scores_of_experts(query_expert, cache.expert_key, self.precision)
+        found = shares_of_scores(of_chunks, of_experts, chunks, scores.shape[2])
+        return (*log_choice(found, chunks.shape[2]), jnp.zeros(h.shape[:2])), cache
 
 
 def pool(keys: Float[Array, "*r t H k"], size: int) -> Float[Array, "*r groups H k"]:
@@ -92,47 +96,10 @@ def pool(keys: Float[Array, "*r t H k"], size: int) -> Float[Array, "*r groups H
     return mean * jnp.sqrt((square + 1e-6) / (square_of_mean + 1e-6))[..., None]
 
 
-def chunk_scores(
-    query: Float[Array, "b s H k"], keys: Float[Array, "b l g H k"], precision: RouterPrecision
-) -> Float[Array, "H b s gl"]:
-    """Products with the pooled keys of chunks, both sides rotated: with the first of every chunk, then the second."""
-    keys = keys.swapaxes(1, 2).reshape(len(keys), -1, *keys.shape[3:])
-    return jnp.einsum("bshk,bnhk->hbsn", _scaled(query), keys, precision=precision)
-
-
-def expert_scores(
-    query: Float[Array, "b s H k"], keys: Float[Array, "E g H k"], precision: RouterPrecision
-) -> Float[Array, "H b s gE"]:
-    """Products with the pooled keys of experts, neither side rotated: with the first of every expert, then the
-    second."""
-    keys = keys.swapaxes(0, 1).reshape(-1, *keys.shape[2:])
-    return jnp.einsum("bshk,nhk->hbsn", _scaled(query), keys, precision=precision)
-
-
-def _scaled(query: Float[Array, "b s H k"]) -> Float[Array, "b s H k"]:
-    return query.shape[-1] ** -0.5 * query.astype(jnp.float32)
-
-
 def log_choice(
-    chunks: Float[Array, "H b s gl"],
-    experts: Float[Array, "H b s gE"],
-    available: Bool[Array, "b s l"],
-    groups: int,
-    shards: Shards = WHOLE,
+    share: Float[Array, "b s R"], chunks: int, shards: Shards = WHOLE
 ) -> tuple[Float[Array, "b n l"], Float[Array, "b n E"]]:
-    """log P(choose) of chunks and of experts: the mean over all heads of a softmax over all their pooled keys.
-
-    Args:
-      available: which chunks can be chosen; of the others the result means nothing.
-      groups: g, pooled keys of each.
-    """
-    chunks = jnp.where(jnp.tile(available, groups), chunks, NEVER)
-    tops = [jax.lax.stop_gradient(x).max(-1, initial=NEVER, keepdims=True) for x in (chunks, experts)]
-    top = jnp.maximum(*tops)
-    # Added slice by slice: a sum over an axis of g would not be vectorised.
-    weights = [sum(jnp.split(jnp.exp(x - top), groups, axis=-1)) for x in (chunks, experts)]
-    weight = jnp.concatenate(weights, axis=-1)
-    share = weight / weight.sum(-1, keepdims=True)
-    mean = shards.scatter_sum(share.sum(0), TENSOR) / (len(share) * shards.tensor)
+    """log P(choose) of chunks and of experts, from the mean over the heads here."""
+    mean = shards.scatter_sum(share, TENSOR) / shards.tensor
     r = jnp.log(jnp.maximum(mean, LEAST))
-    return r[..., : available.shape[-1]], r[..., available.shape[-1] :]
+    return r[..., :chunks], r[..., chunks:]
