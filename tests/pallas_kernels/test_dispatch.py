@@ -63,7 +63,8 @@ def test_every_core_of_a_device_has_work(path, heads):
     for chip in ("v5e", "v5p"):
         with chips.assume(chip):
             layout = dispatch.PLANS[path](wanted).layout
-        shares, cores = layout.groups * getattr(layout, "cores", 1), chips.TPUS[chip].device_cores
+        windows = layout.cores if path == "resident" else 1
+        shares, cores = layout.groups * windows, chips.TPUS[chip].device_cores
         assert shares % cores == 0 or (path != "resident" and heads == 1)
         if path == "resident":
             assert layout.windows % layout.cores == 0
