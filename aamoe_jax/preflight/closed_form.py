@@ -23,6 +23,9 @@ FORWARD, BACKWARD = 2, 5
 """Matrix products per pair in the passes of a kernel: scores and values; scores again, and four gradients."""
 SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 """Matrix products of dense attention by JAX's kernels, which attach none."""
+CHOICE_RATE = {"v5e": 0.8, "v5p": 0.75, "v6e": 0.26, "tpu7x": 0.28}
+"""Share of the matrix units' peak that the kernels of the pooled router reach by their schedules, in heads of 128
+(`tests/pallas_kernels/test_aot_choice.py`)."""
 PATHS = {"block_sparse_attention": "resident", "gathered": "gathered", "dense_attention": "dense"}
 """How the kernels of a path are called, and the path."""
 
@@ -64,7 +67,9 @@ def kernel_work(
       tokens: all tokens of a step, over all devices.
     """
     routed, dense = _routed(config.model, piece, tensor, tokens, mode, kernels), splash_flops(config, tokens, kernels)
-    return KernelWork(routed.flops + dense, routed.seconds + dense / piece.device.flops)
+    choice = sum(kernel.flops for kernel in kernels if kernel.name.startswith("choice_"))
+    seconds = routed.seconds + (dense + choice / CHOICE_RATE[piece.chip]) / piece.device.flops
+    return KernelWork(routed.flops + dense + choice, seconds)
 
 
 def splash_flops(config: ExperimentConfig, tokens: float, kernels: Sequence[Kernel]) -> float:

@@ -110,6 +110,13 @@ class TestClosedForm:
             nanoseconds = min(closed_form.COSTS[piece.chip][path].values()) * 64 / 128  # a pair of m = 64
             assert done.seconds == pytest.approx(180 * nanoseconds * 1e-9 / closed_form.FILL / cores)
 
+    def test_the_kernels_of_a_pooled_router_are_counted_by_what_is_attached(self):
+        config, piece = experiment(), Slice.parse("v5p:4x4x4")
+        kernels = [Kernel("choice_forward", 4, 10**12, 9), Kernel("choice_backward", 4, 2 * 10**12, 9)]
+        done = closed_form.kernel_work(config, piece, 1, 10.0, "train", kernels)
+        assert done.flops == 3 * 10**12
+        assert done.seconds == pytest.approx(3e12 / (closed_form.CHOICE_RATE["v5p"] * piece.device.flops))
+
     def test_dense_attention_is_counted_at_the_peak(self):
         """Two products in the forward pass, four and three in the two kernels of the backward pass."""
         config, piece = experiment(), Slice.parse("v5p:4x4x4")
