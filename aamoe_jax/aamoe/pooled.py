@@ -25,7 +25,7 @@ from aamoe_jax.config import ModelConfig
 from aamoe_jax.layers import split_heads
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.shards import RESOURCE, TENSOR, WHOLE, Shards
-from pallas_kernels.choice import scores_of_experts, shares, shares_of_scores
+from pallas_kernels.choice import attention_shares, attention_shares_of_scores, scores_of_experts
 
 LEAST = 1e-30
 """The smallest P(choose), so that it has a logarithm."""
@@ -48,7 +48,7 @@ class PooledRouter(nnx.Module):
         keys = pool(heads.key.reshape(len(h), -1, layer.chunk_size, *heads.key.shape[2:]), layer.pool_size)
         expert_keys = shards.gather(self.expert_keys(heads.expert_key), RESOURCE, 0)
 
-        found = shares(
+        found = attention_shares(
             heads.rotated_query,
             heads.query,
             shards.gather(keys, RESOURCE),
@@ -79,7 +79,7 @@ class PooledRouter(nnx.Module):
         scores = cache.chunk_scores(query, self.precision).transpose(1, 0, 3, 2)  # [H, b, g, l]
         of_chunks = scores.reshape(*scores.shape[:2], 1, -1)
         of_experts = scores_of_experts(query_expert, cache.expert_key, self.precision)
-        found = shares_of_scores(of_chunks, of_experts, chunks, scores.shape[2])
+        found = attention_shares_of_scores(of_chunks, of_experts, chunks, scores.shape[2])
         return (*log_choice(found, chunks.shape[2]), jnp.zeros(h.shape[:2])), cache
 
 

@@ -19,7 +19,7 @@ Precision = Literal["default", "high", "highest"]
 """Of the products that make scores, by the names of `jax.lax.Precision`."""
 
 
-def shares(
+def attention_shares(
     query: Float[Array, "b T H k"],
     query_expert: Float[Array, "b T H k"],
     chunk_key: Float[Array, "b l g H k"],
@@ -49,13 +49,13 @@ def shares(
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(IMPLEMENTATIONS))}")
     if name == "pallas_tpu":
-        return tpu.shares(query, query_expert, chunk_key, expert_key, available, precision)
+        return tpu.attention_shares(query, query_expert, chunk_key, expert_key, available, precision)
     scale = query.shape[-1] ** -0.5
     query, query_expert = (scale * x.astype(jnp.float32) for x in (query, query_expert))
     keys = chunk_key.swapaxes(1, 2).reshape(len(chunk_key), -1, *chunk_key.shape[3:])
     of_chunks = jnp.einsum("bshk,bnhk->hbsn", query, keys, precision=precision)
     of_experts = scores_of_experts(query_expert, expert_key, precision)
-    return shares_of_scores(of_chunks, of_experts, available, chunk_key.shape[2])
+    return attention_shares_of_scores(of_chunks, of_experts, available, chunk_key.shape[2])
 
 
 def scores_of_experts(
@@ -66,7 +66,7 @@ def scores_of_experts(
     return jnp.einsum("bshk,nhk->hbsn", query, keys, precision=precision)
 
 
-def shares_of_scores(
+def attention_shares_of_scores(
     chunks: Float[Array, "H b T gl"], experts: Float[Array, "H b T gE"], available: Bool[Array, "b T l"], groups: int
 ) -> Float[Array, "b T R"]:
     """The same from the scores: of every resource by its first pooled key, then by the second."""

@@ -11,7 +11,7 @@ tokens.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ def vmem_bytes(layout: Layout, itemsize: int, parts: int) -> int:
     return 2 * (keys + tokens) + 4 * 4 * sum(layout.kinds) * TILE + VMEM_SLACK
 
 
-def shares(
+def attention_shares(
     query: Float[Array, "b T H k"],
     query_expert: Float[Array, "b T H k"],
     chunk_key: Float[Array, "b l g H k"],
@@ -90,7 +90,7 @@ def shares(
     available: Bool[Array, "b T l"],
     precision: str,
 ) -> Float[Array, "b T R"]:
-    """See `interface.shares`.
+    """See `interface.attention_shares`.
 
     Raises:
       ValueError: the kernels cannot do it.
@@ -100,7 +100,7 @@ def shares(
             f"heads of {query.shape[-1]}, {chunk_key.shape[1]} chunks and {len(expert_key)} experts; wanted heads of a "
             f"multiple of {LANES}, both kinds, and pooled keys that fit fast memory: implementation='xla'"
         )
-    return _shares(precision, *varying((query, query_expert, chunk_key, expert_key, available)))
+    return _attention_shares(precision, *varying((query, query_expert, chunk_key, expert_key, available)))
 
 
 def _forward(precision, *arrays):
@@ -133,8 +133,8 @@ def _backward(precision, arrays, d_share):
     return d_query, d_query_expert, d_chunk, d_expert, None
 
 
-_shares = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], (0,))
-_shares.defvjp(_forward, _backward)
+_attention_shares = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], (0,))
+_attention_shares.defvjp(_forward, _backward)
 
 
 def _prepared(layout: Layout, precision: str, query, query_expert, chunk_key, expert_key, available):
@@ -296,7 +296,7 @@ def _run_forward(*given, layout: Layout, interpret: bool) -> Float[Array, "b G n
     resources = layout.chunks + layout.experts
     block = pl.BlockSpec((1, 1, resources, TILE), lambda row, group, tile: (row, group, 0, tile))
     results = [(block, (rows, layout.groups, resources, length), F32)]
-    options = {"layout": layout, "products": 0, "parallel": True, "interpret": interpret}
+    options: dict[str, Any] = {"layout": layout, "products": 0, "parallel": True, "interpret": interpret}
     return _call(_forward_kernel, "choice_forward", given, (), results, **options)[0]
 
 
@@ -307,5 +307,5 @@ def _run_backward(*given, layout: Layout, interpret: bool) -> tuple:
     more = [(blocks.resources(layout.chunks + layout.experts), d_share)]
     results = [(blocks.tokens(), query.shape, query.dtype)] * 2
     results += [(blocks.keys(number), (rows, number, width), F32) for number in layout.kinds]
-    options = {"layout": layout, "products": 2, "parallel": False, "interpret": interpret}
+    options: dict[str, Any] = {"layout": layout, "products": 2, "parallel": False, "interpret": interpret}
     return _call(_backward_kernel, "choice_backward", given, more, results, **options)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.choice import shares
+from pallas_kernels.choice import attention_shares
 
 shape = jax.ShapeDtypeStruct
 
@@ -25,7 +25,7 @@ def choice(
 
     def both(query, query_expert, chunk_key, expert_key, available, cotangent):
         def run(*arrays):
-            return shares(*arrays, available, precision=precision, implementation=implementation)
+            return attention_shares(*arrays, available, precision=precision, implementation=implementation)
 
         found, pull_back = jax.vjp(run, query, query_expert, chunk_key, expert_key)
         return found, pull_back(cotangent)

@@ -9,7 +9,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.choice import shares
+from pallas_kernels.choice import attention_shares
 from tests.pallas_kernels.base import assert_close
 from tests.pallas_kernels.test_choice import Shape, inputs_of
 
@@ -22,7 +22,7 @@ def main() -> None:
     def run(query, query_expert, chunk_key, available, cotangent, expert_key, implementation="pallas_tpu", axis="data"):
         def loss(expert_key):
             arrays = query, query_expert, chunk_key, expert_key, available
-            share = shares(*arrays, precision="highest", implementation=implementation)
+            share = attention_shares(*arrays, precision="highest", implementation=implementation)
             return (share * cotangent).sum(), share
 
         gradient, share = jax.grad(loss, has_aux=True)(expert_key)

@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chips
-from pallas_kernels.choice import IMPLEMENTATIONS, shares, tpu
+from pallas_kernels.choice import IMPLEMENTATIONS, attention_shares, tpu
 from tests.pallas_kernels.base import assert_close
 
 
@@ -62,7 +62,7 @@ def definition(arrays, available):
 
 @functools.partial(jax.jit, static_argnames=("implementation", "precision"))
 def both_passes(arrays, available, cotangent, implementation, precision="highest"):
-    run = lambda *arrays: shares(*arrays, available, precision=precision, implementation=implementation)  # noqa: E731
+    run = lambda *arrays: attention_shares(*arrays, available, precision=precision, implementation=implementation)  # noqa: E731
     found, pull_back = jax.vjp(run, *arrays)
     return jnp.where(cotangent == 0, 0.0, found), pull_back(cotangent)
 
@@ -143,9 +143,9 @@ def test_what_the_kernels_cannot_do_is_plain_xla_unless_they_are_asked_for():
             assert not tpu.fits(query, bfloat16, chunk_key, experts, "high")
     arrays, available, _ = inputs_of(Shape(1, 8, 2, 64))
     with pytest.raises(ValueError, match=r"heads of 64, 5 chunks and 9 experts; wanted .* implementation='xla'"):
-        shares(*arrays, available, precision="high", implementation="pallas_tpu")
+        attention_shares(*arrays, available, precision="high", implementation="pallas_tpu")
     with pytest.raises(ValueError, match=r"implementation='cuda' is unknown; available: pallas_tpu, xla"):
-        shares(*arrays, available, precision="high", implementation="cuda")
+        attention_shares(*arrays, available, precision="high", implementation="cuda")
 
 
 def test_each_device_of_a_mesh_takes_its_rows():
