@@ -301,11 +301,11 @@ def _run_forward(*given, layout: Layout, interpret: bool) -> Float[Array, "b G n
 
 
 def _run_backward(*given, layout: Layout, interpret: bool) -> tuple:
-    *given, d_share = given
-    (query, _), rows, width = given[0], len(given[0][0]), layout.groups * layout.lanes
+    *arrays, d_share = given
+    (query, _), rows, width = arrays[0], len(arrays[0][0]), layout.groups * layout.lanes
     blocks = _Blocks(layout)
     more = [(blocks.resources(layout.chunks + layout.experts), d_share)]
     results = [(blocks.tokens(), query.shape, query.dtype)] * 2
     results += [(blocks.keys(number), (rows, number, width), F32) for number in layout.kinds]
     options: dict[str, Any] = {"layout": layout, "products": 2, "parallel": False, "interpret": interpret}
-    return _call(_backward_kernel, "choice_backward", given, more, results, **options)
+    return _call(_backward_kernel, "choice_backward", arrays, more, results, **options)
