@@ -32,11 +32,13 @@ test-distributed: .venv/installed
 test-aot: .venv-aot/installed
 	.venv-aot/bin/python -m pytest -n 2 --dist=worksteal tests/*/test_aot*.py
 
-# What JAX and the other libraries change most often: training, data, sampling, export, programs.
+# What JAX and the other libraries change most often: training, data, sampling, export, programs. Here alone every
+# annotated function checks the shapes and types that it is given, so all mixers and the router are in it too.
 test-newest: .venv-newest/installed
-	.venv-newest/bin/python -m pytest -n 2 --dist=worksteal -m 'not distributed' tests/data tests/training/test_checkpoints.py \
+	CHECK_SHAPES=1 .venv-newest/bin/python -m pytest -n 2 --dist=worksteal -m 'not distributed' tests/data tests/training/test_checkpoints.py \
 	  tests/training/test_loop.py tests/training/test_exchange.py tests/training/test_trackers.py tests/generation/test_stablehlo.py \
-	  tests/test_model.py tests/test_config.py tests/test_api.py tests/launch/test_programs.py tests/launch/test_harness.py
+	  tests/test_model.py tests/test_config.py tests/test_api.py tests/launch/test_programs.py tests/launch/test_harness.py \
+	  tests/mixers/test_every_mixer.py tests/aamoe/test_router.py tests/pallas_kernels/test_choice.py
 
 docs: .venv-docs/installed
 	.venv-docs/bin/python -m mkdocs build  # strict: a broken link is an error

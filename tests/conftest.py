@@ -1,4 +1,4 @@
-"""Runs before any test module: the device, quick compilation, and shape checks of every annotated function."""
+"""Runs before any test module: the device, quick compilation, and where they are asked for, checks of shapes."""
 
 import atexit
 import contextlib
@@ -25,7 +25,8 @@ from absl import flags
 from jaxtyping import install_import_hook
 
 flags.FLAGS.mark_as_parsed()
-install_import_hook(["aamoe_jax", "pallas_kernels"], "beartype.beartype")
+if os.environ.get("CHECK_SHAPES") == "1":  # every annotated function's, as `make test-newest` does: a third of the time
+    install_import_hook(["aamoe_jax", "pallas_kernels"], "beartype.beartype")
 
 
 gc.disable()  # a sixth of the time of tracing; modules of tests end with a collection
