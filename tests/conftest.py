@@ -25,7 +25,7 @@ from absl import flags
 from jaxtyping import install_import_hook
 
 flags.FLAGS.mark_as_parsed()
-if os.environ.get("CHECK_SHAPES") == "1":  # every annotated function's, as `make test-newest` does: a third of the time
+if os.environ.get("CHECK_SHAPES") == "1":  # of every annotated function, as `make test-newest` does
     install_import_hook(["aamoe_jax", "pallas_kernels"], "beartype.beartype")
 
 

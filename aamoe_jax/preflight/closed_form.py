@@ -63,7 +63,7 @@ def kernel_work(
     """What the attention kernels of a program do for so many tokens, as often as the program runs them.
 
     Args:
-      tensor: devices that heads are divided over. The kernels of one use all of its cores, see `layout.choose`.
+      tensor: devices that heads are divided over. All cores of one run its kernels, as far as there are heads for them.
       tokens: all tokens of a step, over all devices.
     """
     routed, dense = _routed(config.model, piece, tensor, tokens, mode, kernels), splash_flops(config, tokens, kernels)

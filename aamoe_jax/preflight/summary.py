@@ -70,8 +70,8 @@ class Summary:
     pass_flops: int
     """The same as the matrix units do them: float32 products take several passes."""
     kernel_flops: float
-    """Products inside kernels, in closed form: the pairs that the budget buys and dense attention, once more where they
-    are recomputed."""
+    """Products inside kernels: in closed form the pairs that the budget buys and dense attention, once more where they
+    are recomputed; those of a pooled router as attached to its kernels."""
     compiler_flops: float
     """What the compiler counts: bodies of loops once, kernels by the estimate attached to them."""
     kernel_seconds: float

@@ -2,10 +2,9 @@
 
 from pallas_kernels.choice.interface import (
     IMPLEMENTATIONS,
-    Precision,
     attention_shares,
     attention_shares_of_scores,
     scores_of_experts,
 )
 
-__all__ = ["IMPLEMENTATIONS", "Precision", "attention_shares", "attention_shares_of_scores", "scores_of_experts"]
+__all__ = ["IMPLEMENTATIONS", "attention_shares", "attention_shares_of_scores", "scores_of_experts"]

@@ -3,20 +3,15 @@
 Shapes: b rows, T tokens, l chunks of context, E experts, R = l + E, g pooled keys of each, H heads, k head size.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import chips
 from pallas_kernels.choice import tpu
+from pallas_kernels.tpu import LOWEST
 
-NEVER = -1e30
-"""Score of what cannot be chosen: finite, so that a softmax over nothing else has a gradient."""
 IMPLEMENTATIONS = ("xla", "pallas_tpu")
-Precision = Literal["default", "high", "highest"]
-"""Of the products that make scores, by the names of `jax.lax.Precision`."""
 
 
 def attention_shares(
@@ -26,7 +21,7 @@ def attention_shares(
     expert_key: Float[Array, "E g H k"],
     available: Bool[Array, "b T l"],
     *,
-    precision: Precision,
+    precision: str,
     implementation: str | None = None,
 ) -> Float[Array, "b T R"]:
     """The mean over heads of a softmax of q . k / sqrt(k) over all pooled keys, those of one resource added up.
@@ -35,17 +30,18 @@ def attention_shares(
       query: meets the keys of chunks, `query_expert` those of experts. bfloat16 or float32.
       chunk_key: float32, as `expert_key`.
       available: which chunks a token can be given; of the others the result means nothing.
-      precision: of the scores on a TPU. "pallas_tpu" takes one pass of bfloat16 for each of one, two or three parts of
-        the keys, which for queries in bfloat16 is as exact as XLA's one, three or six; its gradients take one.
+      precision: of the scores on a TPU, "default", "high" or "highest" as in `jax.lax.Precision`. "pallas_tpu" takes
+        one pass of bfloat16 for each of one, two or three parts of the keys: with queries in bfloat16 there is nothing
+        else to split. Its gradients take one.
       implementation: a name in IMPLEMENTATIONS; None picks the best for the device and the shapes.
 
     Returns:
       Float32, chunks first. The kernel keeps no scores for its backward pass, which computes them again.
     """
     name = implementation
-    if name is None:
-        fits = tpu.fits(query.shape, query.dtype, chunk_key.shape, len(expert_key), precision)
-        name = "pallas_tpu" if chips.kernels_by_default() and fits else "xla"
+    if name is None:  # the kernels where kernels are the default and can do it
+        shapes = query.shape, query.dtype, chunk_key.shape, len(expert_key)
+        name = "pallas_tpu" if chips.kernels_by_default() and tpu.fits(*shapes, precision) else "xla"
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(IMPLEMENTATIONS))}")
     if name == "pallas_tpu":
@@ -59,7 +55,7 @@ def attention_shares(
 
 
 def scores_of_experts(
-    query: Float[Array, "b T H k"], key: Float[Array, "E g H k"], precision: Precision
+    query: Float[Array, "b T H k"], key: Float[Array, "E g H k"], precision: str
 ) -> Float[Array, "H b T gE"]:
     """Products with the first pooled key of every expert, then with the second. Queries are scaled already."""
     keys = key.swapaxes(0, 1).reshape(-1, *key.shape[2:])
@@ -70,8 +66,8 @@ def attention_shares_of_scores(
     chunks: Float[Array, "H b T gl"], experts: Float[Array, "H b T gE"], available: Bool[Array, "b T l"], groups: int
 ) -> Float[Array, "b T R"]:
     """The same from the scores: of every resource by its first pooled key, then by the second."""
-    chunks = jnp.where(jnp.tile(available, groups), chunks, NEVER)
-    tops = [jax.lax.stop_gradient(x).max(-1, initial=NEVER, keepdims=True) for x in (chunks, experts)]
+    chunks = jnp.where(jnp.tile(available, groups), chunks, LOWEST)
+    tops = [jax.lax.stop_gradient(x).max(-1, initial=LOWEST, keepdims=True) for x in (chunks, experts)]
     top = jnp.maximum(*tops)
     # Added slice by slice: a sum over an axis of g would not be vectorised.
     weights = [sum(jnp.split(jnp.exp(x - top), groups, axis=-1)) for x in (chunks, experts)]

@@ -63,10 +63,10 @@ def layout_of(heads: int, d: int, chunks: int, pooled: int, experts: int) -> Lay
 
 
 def fits(query: tuple[int, ...], dtype: jnp.dtype, chunk_key: tuple[int, ...], experts: int, precision: str) -> bool:
-    """Whether the kernels can do it: heads of whole registers of lanes, chunks and experts, and keys, with their
-    gradients, that the fast memory of the TPU holds for which code is traced."""
+    """Whether the kernels can do it: bfloat16 or float32, heads of whole registers of lanes, chunks and experts, and
+    keys, with their gradients, that the fast memory of the TPU holds for which code is traced."""
     (*_, heads, d), (_, chunks, pooled, *_) = query, chunk_key
-    if d % LANES or 0 in (*query, chunks, experts):
+    if dtype not in (jnp.bfloat16, F32) or d % LANES or 0 in (*query, chunks, experts):
         return False
     layout = layout_of(heads, d, chunks, pooled, experts)
     return (
@@ -97,8 +97,9 @@ def attention_shares(
     """
     if not fits(query.shape, query.dtype, chunk_key.shape, len(expert_key), precision):
         raise ValueError(
-            f"heads of {query.shape[-1]}, {chunk_key.shape[1]} chunks and {len(expert_key)} experts; wanted heads of a "
-            f"multiple of {LANES}, both kinds, and pooled keys that fit fast memory: implementation='xla'"
+            f"{query.dtype}, heads of {query.shape[-1]}, {chunk_key.shape[1]} chunks and {len(expert_key)} experts; "
+            f"wanted bfloat16 or float32, heads of a multiple of {LANES}, both kinds, and pooled keys that fit fast "
+            "memory: implementation='xla'"
         )
     return _attention_shares(precision, *varying((query, query_expert, chunk_key, expert_key, available)))
 
@@ -153,8 +154,7 @@ def _prepared(layout: Layout, precision: str, query, query_expert, chunk_key, ex
         return _parts(x.reshape(*x.shape[:-3], -1, heads * d), query.dtype, precision)
 
     hidden = jnp.where(available, 0.0, LOWEST).swapaxes(1, 2)
-    hidden = jnp.pad(hidden, ((0, 0), (0, layout.chunks - hidden.shape[1]), (0, 0)), constant_values=LOWEST)
-    hidden = jnp.pad(hidden, ((0, 0), (0, 0), (0, wide)))
+    hidden = jnp.pad(hidden, ((0, 0), (0, layout.chunks - hidden.shape[1]), (0, wide)), constant_values=LOWEST)
     return queries, keys(chunk_key, layout.chunks), keys(expert_key, layout.experts), hidden
 
 

@@ -141,11 +141,22 @@ def test_what_the_kernels_cannot_do_is_plain_xla_unless_they_are_asked_for():
             ((1, 8, 8, 128), (1, 4096, 8, 8, 128), 8),
         ):
             assert not tpu.fits(query, bfloat16, chunk_key, experts, "high")
+        assert not tpu.fits((1, 8, 2, 128), jnp.dtype(jnp.float16), (1, 4, 2, 2, 128), 8, "high")
     arrays, available, _ = inputs_of(Shape(1, 8, 2, 64))
-    with pytest.raises(ValueError, match=r"heads of 64, 5 chunks and 9 experts; wanted .* implementation='xla'"):
+    with pytest.raises(
+        ValueError, match=r"float32, heads of 64, 5 chunks and 9 experts; wanted .* implementation='xla'"
+    ):
         attention_shares(*arrays, available, precision="high", implementation="pallas_tpu")
     with pytest.raises(ValueError, match=r"implementation='cuda' is unknown; available: pallas_tpu, xla"):
         attention_shares(*arrays, available, precision="high", implementation="cuda")
+
+
+@pytest.mark.parametrize(("d", "kernels"), [(128, True), (64, False)])
+def test_by_default_a_tpu_has_the_kernels_where_they_can_do_it(d, kernels, monkeypatch):
+    monkeypatch.setattr(chips, "kernels_by_default", lambda: True)
+    arrays, available, _ = inputs_of(Shape(1, 8, 2, d))
+    program = str(jax.make_jaxpr(lambda *x: attention_shares(*x, available, precision="high"))(*arrays))
+    assert ("choice_forward" in program) == kernels
 
 
 def test_each_device_of_a_mesh_takes_its_rows():
