@@ -22,12 +22,17 @@ from aamoe_jax.mixers.build import build_mixer
 from aamoe_jax.mixers.fixed_maps import fixed_streams
 from aamoe_jax.registry import MIXERS
 from aamoe_jax.shards import TENSOR, TOKENS, WHOLE, Shards
+from pallas_kernels import chips
 from pallas_kernels.residuals import RESIDUALS
 from pallas_kernels.varying import varying
 
 Skipped = int | str
 """A layer, counted from 0, or a mixer wherever it stands."""
 
+UNROLLED = 8
+"""The most periods that are compiled one by one on a CPU."""
+LARGE_BATCH = 1024
+"""Tokens of a batch for which this pays."""
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "attention": jax.checkpoint_policies.save_only_these_names(RESIDUALS),
@@ -224,8 +229,11 @@ class LanguageModel(nnx.Module):
         carry, _ = varying(((x, context.fixed), params))  # what goes around a loop keeps its type
         betas = betas_of_blocks(self.config, context.scale, context.max_scale)
         kept = kept_blocks(self.config, self.skipped) if self.skipped else None
-        # One period per step of a scan: compiled once, whatever the depth.
-        (x, _), collected = jax.lax.scan(body, carry, (params, betas, kept))
+        # One period per step of a scan: compiled once, whatever the depth. On a CPU stacking what the periods keep for
+        # the backward pass takes a tenth of a step, so a few of them are compiled one by one where batches are large.
+        one_by_one = chips.is_cpu() and self.config.periods <= UNROLLED and tokens.size >= LARGE_BATCH
+        unroll = one_by_one and self.config.remat == "none"
+        (x, _), collected = jax.lax.scan(body, carry, (params, betas, kept), unroll=unroll)
         statistics: Statistics = {}  # of the mixers of a period, [periods, ...], as [layers that have it, ...]
         for name in dict.fromkeys(name for found in collected for name in found):
             stack = jnp.stack([found[name] for found in collected if name in found], axis=1)

@@ -90,6 +90,11 @@ def kernels_by_default() -> bool:
     return jax.device_count() == 1 or (not mesh.empty and mesh.are_all_axes_manual)
 
 
+def is_cpu() -> bool:
+    """Whether code is traced for the CPU that is there, and no chip is assumed."""
+    return not _assumed and jax.default_backend() == "cpu"
+
+
 def takes_gpu_kernels(wanted: str) -> bool:
     """Whether the GPU there, or assumed, is a Hopper; any other GPU is told of it, once.
 
