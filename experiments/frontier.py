@@ -1,7 +1,7 @@
 """Held-out loss against FLOPs, from the reports of one study at several sizes (AA-33).
 
-    aamoe frontier --report=experiments/results/frontier_64.json --report=experiments/results/main_flops.json \
-        --report=experiments/results/frontier_192.json --output=experiments/results/frontier
+    aamoe frontier --report=experiments/results/frontier_64.json --report=experiments/results/main_flops_experts.json \
+        --report=experiments/results/frontier_256.json --output=experiments/results/frontier
 
 Every report is of `experiments.studies --equal=flops`; stacks that are in all of them are compared. Writes OUTPUT.json,
 OUTPUT.md and OUTPUT.png.
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from absl import flags
+from jaxtyping import Float
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
@@ -56,7 +57,7 @@ def in_all(reports: Sequence[Results]) -> list[str]:
     """The variants that every report has.
 
     Raises:
-      ConfigError: fewer than two sizes, or one twice; no such variant; or reports on different held-out text.
+      ConfigError: fewer than two sizes, or one twice; no such variant or seed; reports on different held-out text.
     """
     if len(reports) < 2:
         raise ConfigError("--report: a frontier is of two sizes or more; repeat the flag")
@@ -67,6 +68,9 @@ def in_all(reports: Sequence[Results]) -> list[str]:
         raise ConfigError("--report: they are of different corpora")
     if any(len({flops(report[name]) for report in reports}) < len(reports) for name in names):
         raise ConfigError("--report: two of them are of one size")
+    seeds = ({run["seed"] for run in report[name]} for report in reports for name in names)
+    if not set.intersection(*seeds):
+        raise ConfigError("--report: no seed is in all of them")
     return names
 
 
@@ -80,18 +84,29 @@ def bits(runs: Sequence[Result]) -> float:
     return statistics.mean(run["bits_per_byte"] for run in runs)
 
 
-def slope(sizes: Sequence[Sequence[Result]]) -> Difference:
-    """Bits per byte that twice the FLOPs save: a least-squares line through all sizes, and its 95 % over documents."""
+def saved(
+    sizes: Sequence[Sequence[Result]],
+) -> tuple[Float[np.ndarray, "seeds documents"], Float[np.ndarray, "documents"]]:
+    """Bits that twice the FLOPs save of every document, run by run: a least-squares line through all sizes, of the
+    runs with one seed; and the bytes of the documents."""
     doublings = np.log2([flops(runs) for runs in sizes])
     doublings -= doublings.mean()
-    totals = np.array([np.mean([run["documents"] for run in runs], axis=0) for runs in sizes])
-    saved = -np.einsum("s,sd->d", doublings / (doublings**2).sum(), totals[..., 0] / np.log(2))
-    return difference(np.zeros((1, len(saved))), saved[None], totals[0, :, 1])
+    seeds = sorted(set.intersection(*({run["seed"] for run in runs} for runs in sizes)))
+    by_seed = [{run["seed"]: np.asarray(run["documents"]) for run in runs} for runs in sizes]
+    totals = np.array([[runs[seed] for seed in seeds] for runs in by_seed])
+    weights = -doublings / (doublings**2).sum()
+    return np.einsum("z,zsd->sd", weights, totals[..., 0] / np.log(2)), totals[0, 0, :, 1]
+
+
+def slope(sizes: Sequence[Sequence[Result]], other: Sequence[Sequence[Result]] | None = None) -> Difference:
+    """Bits per byte that twice the FLOPs save, and its 95 % over seeds and documents; less what they save `other`."""
+    found, size = saved(sizes)
+    return difference(np.zeros_like(found) if other is None else saved(other)[0], found, size)
 
 
 def report(reports: Sequence[Results], names: Sequence[str], command: str, drawn: str) -> str:
     """Every size of every stack, how far it is from the first stack of that size, and the slopes, as Markdown."""
-    first = names[0]
+    first, sizes = names[0], {name: [size[name] for size in reports] for name in names}
     rows = []
     for name in names:
         for size in reports:
@@ -102,11 +117,14 @@ def report(reports: Sequence[Results], names: Sequence[str], command: str, drawn
         "# Held-out loss against FLOPs",
         f"    {command}",
         "FLOPs a token are of a forward pass, as evaluated. Intervals are 95 % of a paired bootstrap over held-out "
-        "documents, and over seeds where there are several.",
+        "documents and seeds; slopes are of the seeds that all sizes have.",
         table(["variant", "FLOPs a token", "seeds", "bits/byte", f"more than {first}"], rows),
         table(
-            ["variant", "bits per byte saved by twice the FLOPs"],
-            [[name, _shown(slope([size[name] for size in reports]))] for name in names],
+            ["variant", "bits per byte saved by twice the FLOPs", f"more than {first}"],
+            [
+                [name, _shown(slope(sizes[name])), "" if name == first else _shown(slope(sizes[name], sizes[first]))]
+                for name in names
+            ],
         ),
         f"![Bits per byte against FLOPs a token]({drawn})",
     ]

@@ -54,6 +54,25 @@ def test_a_planted_slope_is_found():
         assert 0.001 < noisy.high - noisy.low < 0.1
 
 
+def test_seeds_that_differ_widen_the_interval_of_a_slope():
+    """Every document of a seed saves as much, and the seeds 0.05, 0.10 and 0.15."""
+    sizes = []
+    for flops in SIZES:
+        runs = of_size(flops, 3)["results"]["a"]
+        for run in runs:
+            nats, size = np.array(run["documents"]).T
+            more = 0.05 * (run["seed"] - 1) * np.log2(flops / 1e6) * np.log(2) * size
+            run["documents"] = np.stack([nats - more, size], axis=1).tolist()
+        sizes.append(runs[::-1] if flops > 1e6 else runs)  # in any order
+    found = frontier.slope(sizes)
+    assert found.of_seeds == pytest.approx([0.05, 0.10, 0.15])
+    assert (found.low, found.high) == pytest.approx((0.05, 0.15), abs=0.02)
+    of_one = frontier.slope([runs[1:2] for runs in sizes])
+    assert of_one.low == pytest.approx(of_one.high)
+    without = frontier.slope(sizes, sizes)
+    assert (without.mean, without.low, without.high) == (0.0, 0.0, 0.0)
+
+
 def test_the_program_writes_slopes_gaps_and_a_picture(tmp_path):
     sizes = [of_size(flops, 2) for flops in SIZES]
     sizes[0]["results"]["only here"] = sizes[0]["results"]["a"]
@@ -75,11 +94,15 @@ def test_the_program_writes_slopes_gaps_and_a_picture(tmp_path):
 def test_what_is_no_frontier_is_refused(tmp_path):
     size = of_size(1e6)
     (tmp_path / "no.json").write_text('{"results": 3}')
+    other_seed = of_size(2e6)
+    for runs in other_seed["results"].values():
+        runs[0]["seed"] = 7
     cases = {
         "two sizes or more": saved(tmp_path / "a", size),
         "no variant is in all": saved(tmp_path / "b", size, of_size(2e6, names=("c",))),
         "different corpora": saved(tmp_path / "c", size, of_size(2e6, corpus="y")),
         "of one size": saved(tmp_path / "d", size, size),
+        "no seed is in all": saved(tmp_path / "e", size, other_seed),
         "no report of experiments.studies": [f"--report={tmp_path / 'no.json'}"],
     }
     output = f"--output={tmp_path / 'f'}"
