@@ -107,11 +107,11 @@ def report(record: Mapping[str, Any]) -> str:
                 "# A training step of every stack",
                 f"    {record['command']}",
                 f"{machine['device']}, {machine['cores']} cores, JAX {machine['versions']['jax']}; a step is of "
-                f"{first['tokens']:,} tokens. Medians of {record['rounds']} rounds; in each round every stack trains for "
-                "one step, one after the other; `of first` is the median of the ratios to the first of that round. FLOPs "
-                "a token are of a forward pass, in closed form, all budgets spent; GFLOP/s count three times as many. "
-                f"Limit: the {record['product_gflops_per_second']:.0f} GFLOP/s of a big matrix product. MiB: arguments, "
-                "outputs and temporaries that the compiler lays out for a step.",
+                f"{first['tokens']:,} tokens. Medians of {record['rounds']} rounds; in each round every stack trains "
+                "for one step, one after the other; `of first` is the median of the ratios to the first of that round. "
+                "FLOPs a token are of a forward pass, in closed form, all budgets spent; GFLOP/s count three times as "
+                f"many. Limit: the {record['product_gflops_per_second']:.0f} GFLOP/s of a big matrix product. MiB: "
+                "arguments, outputs and temporaries that the compiler lays out for a step.",
                 table(heads, rows),
             ]
         )
