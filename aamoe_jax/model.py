@@ -30,9 +30,9 @@ Skipped = int | str
 """A layer, counted from 0, or a mixer wherever it stands."""
 
 UNROLLED = 8
-"""The most periods that are compiled one by one on a CPU."""
+"""The most periods that are unrolled on a CPU: compiling takes longer with each."""
 LARGE_BATCH = 1024
-"""Tokens of a batch for which this pays."""
+"""The fewest tokens of a batch for which they are."""
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "attention": jax.checkpoint_policies.save_only_these_names(RESIDUALS),
@@ -229,11 +229,8 @@ class LanguageModel(nnx.Module):
         carry, _ = varying(((x, context.fixed), params))  # what goes around a loop keeps its type
         betas = betas_of_blocks(self.config, context.scale, context.max_scale)
         kept = kept_blocks(self.config, self.skipped) if self.skipped else None
-        # One period per step of a scan: compiled once, whatever the depth. On a CPU stacking what the periods keep for
-        # the backward pass takes a tenth of a step, so a few of them are compiled one by one where batches are large.
-        one_by_one = chips.is_cpu() and self.config.periods <= UNROLLED and tokens.size >= LARGE_BATCH
-        unroll = one_by_one and self.config.remat == "none"
-        (x, _), collected = jax.lax.scan(body, carry, (params, betas, kept), unroll=unroll)
+        # One period per step of a scan: compiled once, whatever the depth.
+        (x, _), collected = jax.lax.scan(body, carry, (params, betas, kept), unroll=self.unrolled(tokens.size))
         statistics: Statistics = {}  # of the mixers of a period, [periods, ...], as [layers that have it, ...]
         for name in dict.fromkeys(name for found in collected for name in found):
             stack = jnp.stack([found[name] for found in collected if name in found], axis=1)
@@ -241,6 +238,12 @@ class LanguageModel(nnx.Module):
         if extra:
             x, statistics = x[:, :length], {name: _first(name, x, length) for name, x in statistics.items()}
         return self.logits(x, shards), statistics
+
+    def unrolled(self, tokens: int) -> bool:
+        """Whether the loop over periods is unrolled for a batch of so many tokens. A scan stacks what its steps keep
+        for the backward pass, which costs a CPU more than it saves where periods are few and batches large."""
+        few = self.config.periods <= UNROLLED and tokens >= LARGE_BATCH
+        return few and self.config.remat == "none" and chips.is_cpu()
 
     def embed(self, tokens: Int[Array, "*batch"], shards: Shards = WHOLE) -> Float[Array, "*batch d"]:
         """What enters the first block."""

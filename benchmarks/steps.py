@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from absl import flags
 
@@ -25,7 +25,7 @@ from aamoe_jax.training.step import Metrics
 from benchmarks import measure
 from benchmarks.report import table
 from experiments import studies
-from experiments.matching import Equal, active_flops, parameters
+from experiments.matching import active_flops, parameters
 from experiments.program import command_line, publish, start
 
 FLAGS = flags.FLAGS
@@ -33,11 +33,8 @@ FLAGS = flags.FLAGS
 
 def define_flags() -> None:
     """The flags of this program."""
-    flags.DEFINE_enum("study", "main", list(studies.STUDIES), "Whose stacks.")
-    flags.DEFINE_multi_string("variant", [], "A stack of the study, by its name. Repeat it; all if not given.")
-    flags.DEFINE_multi_string("gin_file", [], "Path of a gin file, or the name of a shipped config. Repeat it.")
-    flags.DEFINE_multi_string("gin_param", [], "One binding, such as 'ModelConfig.d_model = 128'. Repeat it.")
-    flags.DEFINE_enum("equal", "parameters", get_args(Equal), "What all variants have as much of as the first.")
+    studies.define_stack_flags()
+    flags.adopt_module_key_flags(studies)
     flags.DEFINE_integer("rounds", 40, "Timed steps of each stack.", lower_bound=1)
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
 

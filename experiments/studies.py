@@ -286,15 +286,20 @@ STUDIES: Mapping[str, Study] = {
 }
 
 
-def define_flags() -> None:
-    """The flags of this program."""
+def define_stack_flags() -> None:
+    """The flags that say which stacks of which study there are, and how big."""
     flags.DEFINE_enum("study", None, list(STUDIES), "What to compare.", required=True)
     flags.DEFINE_multi_string("variant", [], "A stack of the study, by its name. Repeat it; all if not given.")
     flags.DEFINE_multi_string("gin_file", [], "Path of a gin file, or the name of a shipped config. Repeat it.")
     flags.DEFINE_multi_string("gin_param", [], "One binding, such as 'ModelConfig.d_model = 128'. Repeat it.")
+    flags.DEFINE_enum("equal", "parameters", get_args(Equal), "What all variants have as much of as the first.")
+
+
+def define_flags() -> None:
+    """The flags of this program."""
+    define_stack_flags()
     flags.DEFINE_integer("steps", None, "Steps of every run; those of the config if not given.", lower_bound=1)
     flags.DEFINE_list("seeds", ["0", "1", "2"], "One run per seed and variant. It fixes parameters and order of data.")
-    flags.DEFINE_enum("equal", "parameters", get_args(Equal), "What all variants have as much of as the first.")
     flags.DEFINE_list("learning_rates", [], "Every variant at the best of these; that of the config if not given.")
     flags.DEFINE_float("margin", MARGIN, "Differences in bits per byte up to here are none.", lower_bound=0.0)
     flags.DEFINE_string("work_dir", "runs/studies", "Where the runs lie.")

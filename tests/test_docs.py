@@ -176,13 +176,15 @@ def defined_flags(tree: ast.AST) -> Iterator[str]:
 def flags_of(module: str) -> frozenset[str]:
     """The flags that a program defines, read off its source: to import every program takes minutes.
 
-    Those of a function of launch/program.py, such as `define_experiment_flags`, belong to it where it calls that
-    function, those of benchmarks/measure.py where it calls `define_model_flags`, those of clusters to launch.cluster.
+    Those of a function of launch/program.py or experiments/studies.py, such as `define_experiment_flags`, belong to it
+    where it calls that function, those of benchmarks/measure.py where it calls `define_model_flags`, those of clusters
+    to launch.cluster.
     """
     source = module_file(module).read_text(encoding="utf-8")
     found = set(defined_flags(ast.parse(source)))
-    tree = ast.parse(module_file("launch.program").read_text(encoding="utf-8"))
-    shared = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef) and "flag" in node.name}
+    owners = [module_file(name).read_text(encoding="utf-8") for name in ("launch.program", "experiments.studies")]
+    functions = (node for owner in owners for node in ast.parse(owner).body if isinstance(node, ast.FunctionDef))
+    shared = {node.name: node for node in functions if re.fullmatch(r"define_\w+_flags?", node.name)}
     called = {name for name in shared if f"{name}()" in source}
     called |= {other for name in called for other in shared if f"{other}()" in ast.unparse(shared[name])}
     found |= {flag for name in called for flag in defined_flags(shared[name])}

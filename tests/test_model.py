@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 from aamoe_jax import cost
+from aamoe_jax import model as model_module
 from aamoe_jax.aamoe.statistics import summarize
 from aamoe_jax.config import ConfigError
 from aamoe_jax.mixers.base import Context
@@ -76,6 +77,45 @@ def test_recomputation_changes_no_gradient(remat):
         found.append(jax.jit(jax.grad(loss))(params_of(config)))
     for plain, recomputed in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(recomputed, plain, atol=1e-4 * max(1.0, float(jnp.abs(plain).max())))
+
+
+def gradient_program(config, tokens):
+    """Gradients of a loss as they are lowered for this CPU."""
+
+    def loss(params, tokens):
+        return jax.nn.logsumexp(merge(structure(config), params)(tokens)[0], axis=-1).sum()
+
+    return jax.jit(jax.grad(loss)).lower(params_of(config), tokens)
+
+
+def test_unrolled_layers_change_no_gradient(monkeypatch):
+    config, tokens, loops, found = model_config(), tokens_of(2, 4 * M), [], []
+    for fewest in (tokens.size, tokens.size + 1):
+        monkeypatch.setattr(model_module, "LARGE_BATCH", fewest)
+        lowered = gradient_program(config, tokens)
+        loops.append(lowered.as_text().count("stablehlo.while"))
+        found.append(lowered.compile()(params_of(config), tokens))
+    assert loops[1] == loops[0] + 2, "the loops over layers, forward and backward"
+    for unrolled, rolled in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(unrolled, rolled, atol=1e-4 * max(1.0, float(jnp.abs(rolled).max())))
+
+
+def test_layers_stay_a_loop_for_a_chip_that_is_assumed(monkeypatch):
+    monkeypatch.setattr(model_module, "LARGE_BATCH", 1)
+    config, tokens = model_config(pattern=("feed_forward",)), tokens_of(2, 4 * M)
+    assert gradient_program(config, tokens).as_text().count("stablehlo.while") == 0
+    with chips.assume("v5e"):
+        assert gradient_program(config, tokens).as_text().count("stablehlo.while") == 2, "forward and backward"
+
+
+def test_rotary_tables_are_computed_once_where_layers_are_unrolled(monkeypatch):
+    """In the program that XLA compiles for a CPU: those of heads, of tokens and of the ends of chunks, which the
+    learned router has."""
+    monkeypatch.setattr(model_module, "LARGE_BATCH", 1)
+    config = model_config()
+    assert config.aamoe.router == "learned"
+    program = gradient_program(config, tokens_of(2, 4 * M)).compile().as_text()
+    assert program.count(" cosine(") == 3
 
 
 def test_no_kernel_runs_twice_where_what_attention_gives_is_kept():
