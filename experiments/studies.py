@@ -295,15 +295,20 @@ def define_stack_flags() -> None:
     flags.DEFINE_enum("equal", "parameters", get_args(Equal), "What all variants have as much of as the first.")
 
 
+def define_run_flags() -> None:
+    """The flags that say how often and how long every stack is trained, and where that lies."""
+    flags.DEFINE_integer("steps", None, "Steps of every run; those of the config if not given.", lower_bound=1)
+    flags.DEFINE_list("seeds", ["0", "1", "2"], "One run per seed and variant. It fixes parameters and order of data.")
+    flags.DEFINE_string("work_dir", "runs/studies", "Where the runs lie.")
+    flags.DEFINE_string("output", None, "Path of the report without its suffix.", required=True)
+
+
 def define_flags() -> None:
     """The flags of this program."""
     define_stack_flags()
-    flags.DEFINE_integer("steps", None, "Steps of every run; those of the config if not given.", lower_bound=1)
-    flags.DEFINE_list("seeds", ["0", "1", "2"], "One run per seed and variant. It fixes parameters and order of data.")
+    define_run_flags()
     flags.DEFINE_list("learning_rates", [], "Every variant at the best of these; that of the config if not given.")
     flags.DEFINE_float("margin", MARGIN, "Differences in bits per byte up to here are none.", lower_bound=0.0)
-    flags.DEFINE_string("work_dir", "runs/studies", "Where the runs lie.")
-    flags.DEFINE_string("output", None, "Path of the report without its suffix.", required=True)
     flags.DEFINE_integer("eval_batches", 0, "Batches of the test split to evaluate on; 0: all.", lower_bound=0)
 
 
@@ -366,9 +371,9 @@ def tuned(
     for name, variant in study.variants.items():
         tried = {}
         for rate in rates:
-            config = with_learning_rate(experiments[name], rate)
+            config = with_training(with_learning_rate(experiments[name], rate), seed=seed)
             print(f"== {name}, learning rate {rate:g}, seed {seed}", flush=True)
-            tried[rate] = validate(with_training(config, seed=seed), _folder(work_dir, name, variant, config, seed))
+            tried[rate] = validate(config, folder_of(work_dir, name, variant, config))
             print(f"   {tried[rate]:.4f} bits per byte of the validation split", flush=True)
         found[name] = with_learning_rate(experiments[name], min(tried, key=lambda rate: tried[rate]))
     return found
@@ -394,9 +399,10 @@ def rates_of(values: Sequence[str]) -> list[float]:
     return rates
 
 
-def _folder(work_dir: Path, name: str, variant: Variant, config: ExperimentConfig, seed: int) -> Path:
-    """Where a run lies."""
-    return work_dir / f"{(variant.trained_as or name).replace(' ', '_')}-{config.optimizer.learning_rate:g}-{seed}"
+def folder_of(work_dir: Path, name: str, variant: Variant, config: ExperimentConfig) -> Path:
+    """Where a run lies: by its variant, learning rate and seed."""
+    run = f"{config.optimizer.learning_rate:g}-{config.training.seed}"
+    return work_dir / f"{(variant.trained_as or name).replace(' ', '_')}-{run}"
 
 
 def conduct(
@@ -419,7 +425,7 @@ def conduct(
         for name, variant in study.variants.items():
             print(f"== {name}, seed {seed}", flush=True)
             config = with_training(experiments[name], seed=seed)
-            folder = _folder(work_dir, name, variant, config, seed)
+            folder = folder_of(work_dir, name, variant, config)
             results[name].append(run(config, folder, eval_batches, more=more, skipped=variant.without))
     return results
 

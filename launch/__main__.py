@@ -37,6 +37,7 @@ PROGRAMS = {
     "studies": "experiments.studies",
     "recall": "experiments.recall",
     "ruler": "experiments.ruler",
+    "questions": "experiments.questions",
     "frontier": "experiments.frontier",
     "local_context": "experiments.local_context",
     "router_precision": "experiments.router_precision",
