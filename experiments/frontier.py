@@ -3,8 +3,8 @@
     aamoe frontier --report=experiments/results/frontier_64.json --report=experiments/results/main_flops_experts.json \
         --report=experiments/results/frontier_256.json --output=experiments/results/frontier
 
-Every report is of `experiments.studies --equal=flops`; stacks that are in all of them are compared. Writes OUTPUT.json,
-OUTPUT.md and OUTPUT.png.
+Every report is of `experiments.studies`; several of one size stand in one flag, with commas between. Stacks that every
+size has are compared. Writes OUTPUT.json, OUTPUT.md and OUTPUT.png.
 """
 
 from __future__ import annotations
@@ -36,25 +36,35 @@ Results = Mapping[str, Sequence[Result]]
 
 def define_flags() -> None:
     """The flags of this program."""
-    flags.DEFINE_multi_string("report", None, "JSON of a study at one size. Repeat it.", required=True)
+    help_text = "JSON of a study at one size; several with commas between. Repeat it."
+    flags.DEFINE_multi_string("report", None, help_text, required=True)
     flags.DEFINE_string("output", None, "Path of the report without its suffix.", required=True)
 
 
-def read(path: str) -> Results:
-    """The results of a study.
+def read(paths: str) -> Results:
+    """The results of one size.
+
+    Args:
+      paths: of one report, or several with commas between.
 
     Raises:
-      ConfigError: the file is no report of experiments.studies.
+      ConfigError: a file is no report of experiments.studies, or two have a variant of one name.
     """
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))["results"]
-        return {name: [run for run in runs if run["documents"]] for name, runs in found.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"--report={path}: no report of experiments.studies ({error!r})") from error
+    found: dict[str, Sequence[Result]] = {}
+    for path in paths.split(","):
+        try:
+            results = json.loads(Path(path).read_text(encoding="utf-8"))["results"]
+            more = {name: [run for run in runs if run["documents"]] for name, runs in results.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"--report={path}: no report of experiments.studies ({error!r})") from error
+        if twice := found.keys() & more:
+            raise ConfigError(f"--report={paths}: two reports have a variant {min(twice)!r}; leave one out")
+        found |= more
+    return found
 
 
 def in_all(reports: Sequence[Results]) -> list[str]:
-    """The variants that every report has.
+    """The variants that every size has.
 
     Raises:
       ConfigError: fewer than two sizes, or one twice; no such variant or seed; reports on different held-out text.
@@ -63,7 +73,7 @@ def in_all(reports: Sequence[Results]) -> list[str]:
         raise ConfigError("--report: a frontier is of two sizes or more; repeat the flag")
     names = [name for name in reports[0] if all(name in report for report in reports)]
     if not names:
-        raise ConfigError("--report: no variant is in all of them")
+        raise ConfigError("--report: no variant is in all sizes")
     if len({report[name][0]["corpus_digest"] for report in reports for name in names}) > 1:
         raise ConfigError("--report: they are of different corpora")
     if any(len({flops(report[name]) for report in reports}) < len(reports) for name in names):
@@ -160,7 +170,7 @@ def main() -> None:
     reports = sorted(map(read, FLAGS.report), key=lambda found: flops(next(iter(found.values()))))
     names = in_all(reports)
     if len(names) > len(COLOURS):
-        raise ConfigError(f"--report: {len(names)} variants are in all of them; at most {len(COLOURS)} can be drawn")
+        raise ConfigError(f"--report: {len(names)} variants are in all sizes; at most {len(COLOURS)} can be drawn")
     command = command_line("experiments.frontier")
     record = {
         "command": command,

@@ -91,14 +91,33 @@ def test_the_program_writes_slopes_gaps_and_a_picture(tmp_path):
     assert Image.open(tmp_path / "f.png").width > 500
 
 
+def test_reports_of_one_size_are_compared_as_one(tmp_path):
+    """`b` stands in a report of its own, and has half of the FLOPs."""
+    flags = []
+    for number, flops in enumerate(SIZES):
+        apart = of_size(flops, names=("a",)), of_size(flops / 2, names=("b",))
+        paths = [flag.partition("=")[2] for flag in saved(tmp_path / str(number), *apart)]
+        flags.append(f"--report={','.join(paths)}")
+    (done,) = session.calls("experiments.frontier", [[*flags, f"--output={tmp_path / 'f'}"]])
+    assert done.code == 0, done.stderr
+    points = json.loads((tmp_path / "f.json").read_text())["points"]
+    assert [flops for flops, _ in points["a"]] == SIZES.tolist()
+    assert [flops for flops, _ in points["b"]] == (SIZES / 2).tolist()
+    # At 1 and 0.5 MFLOP, 2.5 against 2.5 + 0.05.
+    behind = next(line for line in done.stdout.splitlines() if line.startswith("| b ") and " 500,000" in line)
+    assert "+0.0500 (+0.0500 to +0.0500)" in behind
+
+
 def test_what_is_no_frontier_is_refused(tmp_path):
     size = of_size(1e6)
+    saved(tmp_path / "twice", size)
     (tmp_path / "no.json").write_text('{"results": 3}')
     other_seed = of_size(2e6)
     for runs in other_seed["results"].values():
         runs[0]["seed"] = 7
     cases = {
         "two sizes or more": saved(tmp_path / "a", size),
+        "two reports have a variant 'a'; leave one out": [f"--report={','.join([str(tmp_path / 'twice/0.json')] * 2)}"],
         "no variant is in all": saved(tmp_path / "b", size, of_size(2e6, names=("c",))),
         "different corpora": saved(tmp_path / "c", size, of_size(2e6, corpus="y")),
         "of one size": saved(tmp_path / "d", size, size),
