@@ -109,6 +109,11 @@ def _deconstructed() -> Study:
     uniform = {name: stack(f"{name}+feed_forward") for name in DECONSTRUCTED}
     hybrid = {f"hybrid {name}": stack(f"even({STANDARD}, {name}+feed_forward)") for name in DECONSTRUCTED}
     few = {"quarter non_approximate": stack(f"quarter({STANDARD}, non_approximate+feed_forward)")}
+    # Normed queries and keys bound the scores, whatever the other layers do.
+    unbound = {
+        f"{name}, no QK norm": Variant((*stacks[name].bindings, "ModelConfig.qk_norm = 'none'"))
+        for stacks, name in ((uniform, "non_approximate"), (hybrid, "hybrid non_approximate"))
+    }
     skip = {"hybrid mlp without mlp": Variant(hybrid["hybrid mlp"].bindings, "hybrid mlp", frozenset({"mlp"}))}
     claims = [
         Claim("tokens have to mix, in a uniform stack", "attention", "mlp"),
@@ -119,13 +124,14 @@ def _deconstructed() -> Study:
         Claim("layers work together: the simple ones cannot be taken out", "hybrid mlp", "hybrid mlp without mlp"),
         Claim(
             "standard layers keep the scores of others small",
-            "hybrid non_approximate",
-            "non_approximate",
+            "hybrid non_approximate, no QK norm",
+            "non_approximate, no QK norm",
             "logit_absmax",
         ),
         Claim("a few standard layers are enough", "quarter non_approximate", "non_approximate"),
     ]
-    return Study("Attention deconstructed", {"attention": stack(STANDARD), **uniform, **hybrid, **few, **skip}, claims)
+    variants = {"attention": stack(STANDARD), **uniform, **hybrid, **few, **unbound, **skip}
+    return Study("Attention deconstructed", variants, claims)
 
 
 STUDIES: Mapping[str, Study] = {

@@ -159,6 +159,15 @@ class TestTheJudge:
 
 
 class TestDEC16:
+    def test_scores_are_compared_without_a_norm_that_bounds_them(self):
+        study = STUDIES["deconstructed"]
+        found = studies.configs(study, ["quickstart.gin"], [], None)
+        unbound = {
+            name for claim in study.claims if claim.figure == "logit_absmax" for name in (claim.less, claim.more)
+        }
+        assert len(unbound) == 2
+        assert {name for name, config in found.items() if config.model.qk_norm == "none"} == unbound
+
     def test_the_report_has_a_line_for_every_claim(self, tmp_path):
         claims = [Claim("one", "a", "b"), Claim("two", "b", "a"), Claim("three", "b", "a", "logit_absmax")]
         study = Study("Title", {"a": Variant(), "b": Variant()}, claims)
