@@ -30,11 +30,20 @@ from aamoe_jax.data import dataset_metadata, documents_of, ensure_prepared, load
 from aamoe_jax.evaluation.choices import Item, log_probabilities
 from aamoe_jax.evaluation.perplexity import causal_budget
 from aamoe_jax.markdown import table
-from aamoe_jax.model import structure
+from aamoe_jax.model import Skipped, structure
 from aamoe_jax.training.checkpoints import load_checkpoint
 from experiments.judge import Difference, difference
 from experiments.program import command_line, publish, start
-from experiments.runs import Result, comparison, keep, refuse_other_result, seeds_of, train_whole, with_training
+from experiments.runs import (
+    Result,
+    comparison,
+    keep,
+    kept_as,
+    refuse_other_result,
+    seeds_of,
+    train_whole,
+    with_training,
+)
 from experiments.studies import STUDIES, Study, configs, define_run_flags, define_stack_flags, folder_of, part_of
 
 FLAGS = flags.FLAGS
@@ -171,14 +180,23 @@ def held_out(config: DataConfig) -> list[Document]:
     return [document(text) for text in texts if text]
 
 
-def answer(config: ExperimentConfig, folder: Path, kind: str, asked: Sequence[Question]) -> Result:
+def answer(
+    config: ExperimentConfig,
+    folder: Path,
+    kind: str,
+    asked: Sequence[Question],
+    skipped: frozenset[Skipped] = frozenset(),
+) -> Result:
     """Right answers and questions of every document, by a run that is trained if it has not been.
+
+    Args:
+      skipped: layers or mixers to leave out when it answers.
 
     Raises:
       ConfigError: what lies in `folder` is of another experiment.
       StoppedError: a signal stopped the training.
     """
-    path = folder / f"questions_{kind}_{len(asked)}.json"
+    path = kept_as(folder, f"questions_{kind}_{len(asked)}", skipped)
     if path.exists():
         result = json.loads(path.read_text())
         refuse_other_result(result, config, 0, path)
@@ -186,7 +204,7 @@ def answer(config: ExperimentConfig, folder: Path, kind: str, asked: Sequence[Qu
     train_whole(config, folder)
     checkpoint = load_checkpoint(folder)
     log_p = log_probabilities(
-        structure(config.model),
+        structure(config.model, skipped),
         checkpoint.params,
         [question.item for question in asked],
         load_tokenizer(config.data.tokenizer),
@@ -229,14 +247,15 @@ def conduct(
             config = with_training(experiments[name], seed=seed)
             folder = folder_of(work_dir, name, variant, config)
             for kind, each in asked.items():
-                found[kind][name].append(answer(config, folder, kind, each))
+                found[kind][name].append(answer(config, folder, kind, each, variant.without))
     return found
 
 
 def more_answered(first: Sequence[Result], other: Sequence[Result]) -> Difference:
     """How much larger the share of right answers of `other` is than that of `first`."""
     of_first, of_other = (np.asarray([result["documents"] for result in results], float) for results in (first, other))
-    return difference(of_first[..., 0], of_other[..., 0], of_first[0, :, 1])
+    asked = of_first[0, :, 1] > 0
+    return difference(of_first[:, asked, 0], of_other[:, asked, 0], of_first[0, asked, 1])
 
 
 def report(found: Mapping[str, Mapping[str, Sequence[Result]]], command: str) -> str:
@@ -248,9 +267,9 @@ def report(found: Mapping[str, Mapping[str, Sequence[Result]]], command: str) ->
         asked = sum(size for _, size in documents)
         rows = []
         for name, runs in results.items():
-            gap = more_answered(first, runs)
+            mean, low, high = (100 * share for share in more_answered(first, runs)[:3])
             shares = [f"{run['accuracy']:.1%}" for run in runs]
-            apart = "" if name == first_name else f"{gap.mean:+.1%} ({gap.low:+.1%} to {gap.high:+.1%})"
+            apart = "" if name == first_name else f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
             rows.append([name, f"{statistics.mean(run['accuracy'] for run in runs):.1%}", *shares, apart])
         parts += [
             f"## Which {kind} comes next",
@@ -258,7 +277,9 @@ def report(found: Mapping[str, Mapping[str, Sequence[Result]]], command: str) ->
             f"test split, in rows of {config['data']['seq_len']} tokens; guessing answers {1 / CHOICES:.0%}. Intervals "
             f"are 95 % of a paired bootstrap over seeds and documents. Corpus {first[0]['corpus_digest'][:16]}, "
             f"JAX {first[0]['versions']['jax']}.",
-            table(["variant", "right", *(f"seed {run['seed']}" for run in first), f"more than {first_name}"], rows),
+            table(
+                ["variant", "right", *(f"seed {run['seed']}" for run in first), f"points more than {first_name}"], rows
+            ),
         ]
     return "\n\n".join(parts) + "\n"
 

@@ -110,14 +110,19 @@ def run(
       ConfigError: what lies in `run_dir` is of another experiment.
       StoppedError: a signal stopped the training.
     """
-    without = "_without_" + "_".join(sorted(map(str, skipped))) if skipped else ""
-    path = run_dir / f"result{without}.json"
+    path = kept_as(run_dir, "result", skipped)
     if path.exists():
         result = json.loads(path.read_text())
         refuse_other_result(result, config, eval_batches, path)
         return result
     train_whole(config, run_dir)
     return keep(measure(run_dir, config, eval_batches, more, skipped), path)
+
+
+def kept_as(run_dir: Path, name: str, skipped: frozenset[Skipped]) -> Path:
+    """The file of a result that was measured without some layers or mixers."""
+    without = "_without_" + "_".join(sorted(map(str, skipped))) if skipped else ""
+    return run_dir / f"{name}{without}.json"
 
 
 def validate(config: ExperimentConfig, run_dir: Path) -> float:

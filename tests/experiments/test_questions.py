@@ -110,11 +110,21 @@ def test_a_planted_difference_is_reported():
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert rows[-2] == ["a", "60.0%", "50.0%", "60.0%", "70.0%", ""]
     assert rows[-1][:5] == ["b", "70.0%", "60.0%", "65.0%", "85.0%"]
-    mean, low, high = (float(x) for x in re.findall(r"([+-][\d.]+)%", rows[-1][5]))
+    mean, low, high = (float(x) for x in re.findall(r"[+-][\d.]+", rows[-1][5]))
     assert mean == 10
     assert 5 <= low < 10 < high <= 15
     assert "1000 questions with 4 choices, of 50 documents" in text
     assert "guessing answers 25%" in text
+
+
+def test_documents_without_a_question_do_not_count():
+    runs = {name: answered(*shares) for name, shares in (("a", (0.5, 0.6, 0.7)), ("b", (0.6, 0.65, 0.85)))}
+    before = questions.more_answered(runs["a"], runs["b"])
+    for of_seed in (*runs["a"], *runs["b"]):
+        of_seed["documents"] = [*of_seed["documents"][:1], *[[0, 0]] * 4]
+    after = questions.more_answered(runs["a"], runs["b"])
+    assert np.isfinite(after[:3]).all()
+    assert after.mean == pytest.approx(before.mean)
 
 
 class TestRuns:
@@ -122,7 +132,7 @@ class TestRuns:
 
     def test_answers_are_counted_by_document_and_not_asked_again(self, tmp_path, monkeypatch):
         config = tiny_experiment(tmp_path / "data")
-        study = Study("Title", {"a": Variant()}, [])
+        study = Study("Title", {"a": Variant(), "without": Variant((), "a", frozenset({0}))}, [])
         asked = {"line": questions.questions("line", DOCUMENTS, 20, config.data.seq_len)}
         calls = []
 
@@ -133,11 +143,13 @@ class TestRuns:
 
         monkeypatch.setattr(questions, "log_probabilities", knows_the_first_document)
         for _ in range(2):
-            (found,) = questions.conduct(study, {"a": config}, asked, [0], tmp_path / "runs")["line"]["a"]
+            results = questions.conduct(study, dict.fromkeys(study.variants, config), asked, [0], tmp_path / "runs")
+            (found,) = results["line"]["a"]
             of = np.bincount([which for _, which in asked["line"]]).tolist()
             assert found["documents"] == [[of[0], of[0]], [0, of[1]]]
             assert found["accuracy"] == of[0] / 20
-        assert calls == [20]
+        assert calls == [20, 20], "by the same run, once whole and once without its first layer"
+        assert len(list((tmp_path / "runs").iterdir())) == 1
 
     def test_a_model_answers_and_the_questions_are_those_of_launch_choose(self, tmp_path):
         config = tiny_experiment(tmp_path / "data")
