@@ -114,20 +114,27 @@ def slope(sizes: Sequence[Sequence[Result]], other: Sequence[Sequence[Result]] |
     return difference(np.zeros_like(found) if other is None else saved(other)[0], found, size)
 
 
+def paired(one: Sequence[Result], other: Sequence[Result]) -> tuple[list[Result], list[Result]]:
+    """The runs with seeds that both have, in the same order."""
+    found = [{run["seed"]: run for run in runs} for runs in (one, other)]
+    seeds = sorted(found[0].keys() & found[1])
+    return [found[0][seed] for seed in seeds], [found[1][seed] for seed in seeds]
+
+
 def report(reports: Sequence[Results], names: Sequence[str], command: str, drawn: str) -> str:
     """Every size of every stack, how far it is from the first stack of that size, and the slopes, as Markdown."""
     first, sizes = names[0], {name: [size[name] for size in reports] for name in names}
     rows = []
     for name in names:
         for size in reports:
-            gap = differ("bits_per_byte", size[first], size[name])
+            gap = differ("bits_per_byte", *paired(size[first], size[name]))
             figures = f"{flops(size[name]):,.0f}", str(len(size[name])), f"{bits(size[name]):.4f}"
             rows.append([name, *figures, "" if name == first else _shown(gap)])
     parts = [
         "# Held-out loss against FLOPs",
         f"    {command}",
         "FLOPs a token are of a forward pass, as evaluated. Intervals are 95 % of a paired bootstrap over held-out "
-        "documents and seeds; slopes are of the seeds that all sizes have.",
+        "documents and the seeds that both variants have; slopes are of the seeds that all sizes have.",
         table(["variant", "FLOPs a token", "seeds", "bits/byte", f"more than {first}"], rows),
         table(
             ["variant", "bits per byte saved by twice the FLOPs", f"more than {first}"],
