@@ -96,12 +96,12 @@ def bits(runs: Sequence[Result]) -> float:
 
 def saved(
     sizes: Sequence[Sequence[Result]],
+    seeds: Sequence[int],
 ) -> tuple[Float[np.ndarray, "seeds documents"], Float[np.ndarray, "documents"]]:
     """Bits that twice the FLOPs save of every document, run by run: a least-squares line through all sizes, of the
     runs with one seed; and the bytes of the documents."""
     doublings = np.log2([flops(runs) for runs in sizes])
     doublings -= doublings.mean()
-    seeds = sorted(set.intersection(*({run["seed"] for run in runs} for runs in sizes)))
     by_seed = [{run["seed"]: np.asarray(run["documents"]) for run in runs} for runs in sizes]
     totals = np.array([[runs[seed] for seed in seeds] for runs in by_seed])
     weights = -doublings / (doublings**2).sum()
@@ -110,8 +110,9 @@ def saved(
 
 def slope(sizes: Sequence[Sequence[Result]], other: Sequence[Sequence[Result]] | None = None) -> Difference:
     """Bits per byte that twice the FLOPs save, and its 95 % over seeds and documents; less what they save `other`."""
-    found, size = saved(sizes)
-    return difference(np.zeros_like(found) if other is None else saved(other)[0], found, size)
+    seeds = sorted(set.intersection(*({run["seed"] for run in runs} for runs in (*sizes, *(other or ())))))
+    found, size = saved(sizes, seeds)
+    return difference(np.zeros_like(found) if other is None else saved(other, seeds)[0], found, size)
 
 
 def paired(one: Sequence[Result], other: Sequence[Result]) -> tuple[list[Result], list[Result]]:
