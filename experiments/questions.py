@@ -66,7 +66,8 @@ class Document(NamedTuple):
     text: str
     lines: Sequence[str]
     line_starts: Sequence[int]
-    words: Sequence[re.Match[str]]
+    words: Sequence[str]
+    word_starts: Sequence[int]
 
 
 class Question(NamedTuple):
@@ -78,9 +79,9 @@ class Question(NamedTuple):
 
 def document(text: str) -> Document:
     """A document, split into lines and words."""
-    lines = text.splitlines(keepends=True)
+    lines, words = text.splitlines(keepends=True), list(WORD.finditer(text))
     starts = np.cumsum([0, *map(len, lines)])[:-1].tolist()
-    return Document(text, lines, starts, list(WORD.finditer(text)))
+    return Document(text, lines, starts, [found.group() for found in words], [found.start() for found in words])
 
 
 def line(random: np.random.Generator, of: Document, room: int) -> Item | None:
@@ -93,11 +94,11 @@ def line(random: np.random.Generator, of: Document, room: int) -> Item | None:
     for _ in range(min(TRIES, len(fitting))):
         number = int(random.choice(fitting))
         right = of.lines[number]
-        context = _context(of.text, of.line_starts[number], room - len(right.encode()))
         drawn = {of.lines[other] for other in random.choice(fitting, CANDIDATES)}
         drawn = {other for other in drawn - {right} if len(other.encode()) < room}
         # Sorted as text first: a set has no order that another run would have too.
         wrong = sorted(sorted(drawn), key=lambda other: abs(len(other) - len(right)))[: CHOICES - 1]
+        context = _context(of.text, of.line_starts[number], room - _longest([right, *wrong]))
         if context and len(wrong) == CHOICES - 1:
             return _item(random, context, right, wrong)
     return None
@@ -109,22 +110,28 @@ def word(random: np.random.Generator, of: Document, room: int) -> Item | None:
     Args:
       room: UTF-8 bytes that context and answer may have together.
     """
-    starts = [found.start() for found in of.words]
+    # Any word of the document and a character after it, so that the context is one and the same for all choices.
+    room -= _longest(of.words) + 4
     for _ in range(min(TRIES, len(of.words))):
         number = int(random.integers(len(of.words)))
-        at, right = of.words[number].start(), of.words[number].group()
-        context = _context(of.text, at, room - len(right.encode()) - 4)
-        first, near = (bisect.bisect_left(starts, at - back) for back in (len(context), FAR))
-        far = {found.group() for found in of.words[first:near]} - {found.group() for found in of.words[near:number]}
+        at, right = of.word_starts[number], of.words[number]
+        context = _context(of.text, at, room)
+        first, near = (bisect.bisect_left(of.word_starts, at - back) for back in (len(context), FAR))
+        far = set(of.words[first:near]) - set(of.words[near:number])
         if right in far and len(far) >= CHOICES:
             wrong = random.choice(sorted(far - {right}), CHOICES - 1, replace=False)
             # What follows ends the word, so that no choice is the start of another one.
-            after = of.text[of.words[number].end() :][:1] or "\n"
+            after = of.text[at + len(right) :][:1] or "\n"
             return _item(random, context, right + after, [str(other) + after for other in wrong])
     return None
 
 
 KINDS: Mapping[str, Callable[[np.random.Generator, Document, int], Item | None]] = {"line": line, "word": word}
+
+
+def _longest(texts: Sequence[str]) -> int:
+    """UTF-8 bytes of the longest of them."""
+    return max((len(text.encode()) for text in texts), default=0)
 
 
 def _context(text: str, end: int, size: int) -> str:
@@ -218,7 +225,7 @@ def answer(
     about = {
         "seed": config.training.seed,
         "accuracy": statistics.mean(map(float, right)),
-        "documents": np.stack([np.bincount(of, right), np.bincount(of)], axis=1).tolist(),
+        "documents": np.stack([np.bincount(of, right).astype(int), np.bincount(of)], axis=1).tolist(),
         "eval_batches": 0,
         "corpus_digest": dataset_metadata(config.data, dataset)["corpus_digest"],
         "versions": checkpoint.metadata["versions"],

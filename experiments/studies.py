@@ -111,8 +111,8 @@ def _deconstructed() -> Study:
     few = {"quarter non_approximate": stack(f"quarter({STANDARD}, non_approximate+feed_forward)")}
     # Normed queries and keys bound the scores, whatever the other layers do.
     unbound = {
-        f"{name}, no QK norm": Variant((*stacks[name].bindings, "ModelConfig.qk_norm = 'none'"))
-        for stacks, name in ((uniform, "non_approximate"), (hybrid, "hybrid non_approximate"))
+        f"{name}, no QK norm": Variant((*(uniform | hybrid)[name].bindings, "ModelConfig.qk_norm = 'none'"))
+        for name in ("non_approximate", "hybrid non_approximate")
     }
     skip = {"hybrid mlp without mlp": Variant(hybrid["hybrid mlp"].bindings, "hybrid mlp", frozenset({"mlp"}))}
     claims = [

@@ -92,10 +92,10 @@ def test_the_program_writes_slopes_gaps_and_a_picture(tmp_path):
 
 
 def test_reports_of_one_size_are_compared_as_one(tmp_path):
-    """`b` stands in a report of its own, and has half of the FLOPs."""
+    """Each has a report of its own: `b` half of the FLOPs and a seed less, `c` a seed more."""
     flags = []
     for number, flops in enumerate(SIZES):
-        apart = of_size(flops, 2, names=("a",)), of_size(flops / 2, names=("b",))  # and one seed less
+        apart = [of_size(flops, 3, names=("a",)), of_size(flops / 2, 2, names=("b",)), of_size(flops, 4, names=("c",))]
         paths = [flag.partition("=")[2] for flag in saved(tmp_path / str(number), *apart)]
         flags.append(f"--report={','.join(paths)}")
     (done,) = session.calls("experiments.frontier", [[*flags, f"--output={tmp_path / 'f'}"]])
