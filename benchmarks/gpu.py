@@ -15,10 +15,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +30,7 @@ import numpy as np
 from absl import flags
 
 from benchmarks import measure
-from experiments.program import command_line, plain_table, publish, start
+from experiments.program import command_line, plain_table, publish, start, write
 from pallas_kernels.block_sparse_attention import Pairs, block_sparse_attention
 
 FLAGS = flags.FLAGS
@@ -165,6 +168,25 @@ def both_passes(attend: Callable[..., jax.Array], wanted: int, arrays: tuple[Any
     return figures
 
 
+def kernel_milliseconds(function: Callable[..., Any], arrays: tuple[Any, ...]) -> dict[str, float]:
+    """Time of each of our kernels on the GPU in a call, by JAX's profiler; nothing where there is no GPU."""
+    call = jax.jit(function).lower(*arrays).compile()
+    jax.block_until_ready(call(*arrays))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready([call(*arrays) for _ in range(CALLS)][-1])
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        planes = [plane for plane in jax.profiler.ProfileData.from_file(str(path)).planes if "GPU" in plane.name]
+    events = [
+        event for plane in planes for line in plane.lines if line.name.startswith("Stream") for event in line.events
+    ]
+    times: dict[str, float] = {}
+    for event in events:
+        if found := re.match(r"block_sparse_attention_([a-z_]+?)_mosaic", event.name):
+            times[found[1]] = times.get(found[1], 0.0) + event.duration_ns / CALLS / 1e6
+    return times
+
+
 def verify(implementation: str, point: Point) -> dict[str, float]:
     """Largest errors of output and gradients against the definition in float32, in parts of the largest value.
 
@@ -218,11 +240,13 @@ def measure_point(point: Point) -> dict[str, Any]:
     for name in (first, *(others if point.length <= FLAGS.others_up_to else ())):
         flops = 4.0 * point.m * point.width * pairs
         row[name] = both_passes(sparse(point, pairs, name), 5, arrays, flops)
+    fits = row[first]["both"]["milliseconds"] != OUT_OF_MEMORY
+    row["kernels"] = kernel_milliseconds(gradients(sparse(point, pairs, first), 5), arrays) if fits else {}
     return row
 
 
-def measure_grid() -> tuple[list[dict[str, Any]], int]:
-    """The rows that there was time for, and how many there was none for."""
+def measure_grid() -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """After every point: the rows so far, and how many are left out."""
     lists = (map(int, x) for x in (FLAGS.lengths, FLAGS.widths, FLAGS.chunk_sizes, FLAGS.budgets))
     lengths, widths, chunk_sizes, budgets = map(list, lists)
     # Every length at the first chunk size and budget before any at the others.
@@ -236,7 +260,7 @@ def measure_grid() -> tuple[list[dict[str, Any]], int]:
         point = Point(length, width, FLAGS.head_size, m, budget, FLAGS.experts)
         rows.append(measure_point(point) | {"dense": known[length, width]})
         print(f"{point}: {rows[-1][FLAGS.implementations[0]]}", file=sys.stderr, flush=True)
-    return rows, len(grid) - len(rows)
+        yield rows, len(grid) - len(rows)
 
 
 def report(record: dict[str, Any]) -> str:
@@ -250,6 +274,7 @@ def report(record: dict[str, Any]) -> str:
         [
             *(row[name] for name in ("width", "m", "budget", "length")),
             *(_cell(row[name][what] if name in row else None) for name, what in both),
+            f"{sum(row['kernels'].values()):.3f}" if row["kernels"] else "",
             _speed_up(row["dense"]["both"], row[first]["both"]),
         ]
         for row in record["rows"]
@@ -258,9 +283,12 @@ def report(record: dict[str, Any]) -> str:
         "# Block-sparse attention on a GPU",
         f"{record['machine']['device']}, bfloat16, E = {record['experts']}, d = {record['head_size']}. Milliseconds "
         "and useful TFLOP/s, forward, and forward and backward; routed pairs alone. Dense is causal attention over "
-        f"all L tokens ({record['dense']}). A copy: {copy if isinstance(copy, str) else f'{copy:.0f} GB/s'}.",
+        f"all L tokens ({record['dense']}). `kernels`: of the time of {first} that of "
+        f"its kernels alone; XLA gathers and adds up around them. A copy: {copy if isinstance(copy, str) else f'{copy:.0f} GB/s'}.",
         f"Errors of {first} against the definition, in parts of the largest value. {errors}.",
-        plain_table(["D", "m", "b", "L", *map(", ".join, both), "speed-up of both"], "r" * (5 + len(both)), rows),
+        plain_table(
+            ["D", "m", "b", "L", *map(", ".join, both), "kernels, both", "speed-up"], "r" * (6 + len(both)), rows
+        ),
     ]
     if record["left_out"]:
         parts.append(f"{record['left_out']} further points were left out: the time was up.")
@@ -284,16 +312,19 @@ def main() -> None:
         for name, value in SMOKE.items():
             FLAGS[name].value = value
     errors = {m: verify(FLAGS.implementations[0], check_point(int(m))) for m in FLAGS.chunk_sizes}
-    rows, left_out = measure_grid()
     record = {
         "command": command_line("benchmarks.gpu"),
         "machine": measure.machine(),
         **{name: FLAGS[name].value for name in ("implementations", "dense", "experts", "head_size")},
         "errors": errors,
         "copy_gigabytes_per_second": copy_gigabytes_per_second(FLAGS.copied_mib),
-        "left_out": left_out,
-        "rows": rows,
+        "left_out": None,
+        "rows": [],
     }
+    for rows, left_out in measure_grid():
+        record |= {"rows": rows, "left_out": left_out}
+        if FLAGS.output is not None:  # what is measured stays, should the machine be taken away
+            write(record, report(record), FLAGS.output, indent=1)
     publish(record, report(record), FLAGS.output)
 
 

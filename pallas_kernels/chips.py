@@ -84,8 +84,19 @@ def kernels_by_default() -> bool:
         there = _assumed[-1] in TPUS
     else:
         there = jax.default_backend() == "tpu" and jax.devices()[0].device_kind in _KINDS
-    if not there:
-        return False
+    return there and _on_one_device()
+
+
+def gpu_kernels_by_default() -> bool:
+    """The same of GPU kernels, on a Hopper."""
+    if _assumed:
+        there = _assumed[-1] in HOPPERS
+    else:
+        there = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == _HOPPER
+    return there and _on_one_device()
+
+
+def _on_one_device() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() == 1 or (not mesh.empty and mesh.are_all_axes_manual)
 
@@ -93,6 +104,11 @@ def kernels_by_default() -> bool:
 def is_cpu() -> bool:
     """Whether code is traced for the CPU that is there, and no chip is assumed."""
     return not _assumed and jax.default_backend() == "cpu"
+
+
+def is_gpu() -> bool:
+    """Whether code is traced for a GPU, assumed or there."""
+    return _assumed[-1] in (*HOPPERS, *BLACKWELLS) if _assumed else jax.default_backend() == "gpu"
 
 
 def takes_gpu_kernels(wanted: str) -> bool:

@@ -30,5 +30,5 @@ def flags(given: str) -> str:
 
     As given where compilers for other chips are installed, which read them too.
     """
-    other_chips = any(importlib.util.find_spec(name) for name in ("libtpu", "jax_cuda12_plugin"))
+    other_chips = any(importlib.util.find_spec(name) for name in ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin"))
     return given if other_chips or QUICKLY[0] in given else " ".join([*QUICKLY, given]).strip()

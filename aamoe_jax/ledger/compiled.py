@@ -163,7 +163,7 @@ def _beyond_one_turn_of_pairs(at: Setting) -> Costs:
     most = most_pairs(layer.budget.normalizer, at.rows, at.length, given.slots, max(config.betas), layer)
     sizes = (at.tokens, heads, config.head_dim, chunks + layer.num_experts, m, given.slots)
     path = xla.plan(Problem(*sizes, jnp.dtype(config.dtype), chunks, most, scale=1.0))
-    windows = min(chunks, max(1, window.STEP_SCORES // (heads * m * 2 * m)))
+    windows = window.chunks_a_step(chunks, heads, m)
     turns = path.group * path.tile * m + (windows * m * 2 * m if given.window_keys else 0)
     keys = given.window_keys + given.pairs * m
     return Costs(

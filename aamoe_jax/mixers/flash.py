@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from aamoe_jax.mixers.costs import Loop
+from pallas_kernels import chips
 from pallas_kernels.residuals import RESIDUALS
 from pallas_kernels.varying import varying
 
@@ -29,6 +30,8 @@ LOWEST = -1e30
 """The score of what is not seen, and the log-sum-exp of nothing: finite, so that differences are numbers."""
 BLOCK = 128
 """t: the scores of a few heads stay in the cache of a core."""
+GPU_BLOCK = 512
+"""t on a GPU, which launches kernels for every block."""
 
 Queries = Float[Array, "n a G r t k"]
 Keys = Float[Array, "m a G t k"]
@@ -131,8 +134,8 @@ def merged(parts: Sequence[Attended]) -> Float[Array, "b q H k"]:
 
 
 def block_size(length: int) -> int:
-    """t: at most BLOCK, and such that the last block of a row is nearly full."""
-    return -(-length // -(-length // BLOCK))
+    """t: at most BLOCK, or GPU_BLOCK, and such that the last block of a row is nearly full."""
+    return -(-length // -(-length // (GPU_BLOCK if chips.is_gpu() else BLOCK)))
 
 
 def loop(queries: int, keys: int, band: Band = CAUSAL, first: int = 0) -> Loop:

@@ -82,10 +82,10 @@ def block_sparse_attention(
       row_chunks: chunks of one row, where a batch of rows lies flat and no token meets another row's chunks; None: one
         row. Nothing but the choice of implementation depends on it.
       implementation: a name in IMPLEMENTATIONS; or "pallas_tpu", the fastest of the three for TPUs by `tpu.dispatch`.
-        None is that on one TPU or inside `jax.shard_map`, and "xla" elsewhere: the compiler cannot divide a kernel over
-        a mesh, and those for GPUs have been compiled but never run. Away from a TPU its kernels are interpreted, for
-        tests. "pallas_gpu" is for Hopper GPUs: any other gets "xla", with a line in the log; where there is no GPU it
-        is refused, but that under `chips.assume("h200")` XLA computes its tiles, for tests.
+        None is that on one TPU or inside `jax.shard_map`; "pallas_gpu" on one Hopper GPU or inside it, for what its
+        kernels take; and "xla" elsewhere: the compiler cannot divide a kernel over a mesh. Away from a TPU its kernels
+        are interpreted, for tests. "pallas_gpu" is for Hopper GPUs: any other gets "xla", with a line in the log; where
+        there is no GPU it is refused, but that under `chips.assume("h200")` XLA computes its tiles, for tests.
       block_sizes: how the named implementation cuts its work, where its own choice is not the best:
         `python -m pallas_kernels.tune` looks for a better one.
 
@@ -96,7 +96,7 @@ def block_sparse_attention(
     Over a mesh, call it inside `jax.shard_map`: heads may be sharded (output and lse follow; mass is then the mean over
     the local heads), tokens with their tables may be sharded, or resources, merging the outputs outside by `lse`.
     """
-    name = (FASTEST_TPU if chips.kernels_by_default() else "xla") if implementation is None else implementation
+    name = _fastest(query) if implementation is None else implementation
     if name not in (known := {*IMPLEMENTATIONS, *PLANS, FASTEST_TPU}):
         raise ValueError(f"implementation={name!r} is unknown; available: {', '.join(sorted(known))}")
     inputs = Inputs(query, query_expert, key, value, pairs, max_score)
@@ -122,6 +122,17 @@ def block_sparse_attention(
     output, lse, parts, _ = operation.attend((path, local), inputs, window, tables)
     given = jax.lax.stop_gradient((inputs, tables, parts, lse))
     return Attention(output, lse, _if_wanted(with_mass, inputs.pairs, lambda: path.mass(*given)))
+
+
+def _fastest(query: Float[Array, "T H d"]) -> str:
+    if chips.kernels_by_default():
+        return FASTEST_TPU
+    if chips.gpu_kernels_by_default():
+        from pallas_kernels.block_sparse_attention.gpu.path import LARGEST_HEAD, TYPES  # slow to load
+
+        if query.dtype in TYPES and query.shape[2] <= LARGEST_HEAD:
+            return "pallas_gpu"
+    return "xla"
 
 
 def _if_wanted(

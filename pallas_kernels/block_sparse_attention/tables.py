@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
+from pallas_kernels import chips
+
 INT32_MAX = 2**31 - 1
 
 
@@ -55,20 +57,26 @@ def build(
     resource_P, bounds = from_slots(resource, numbering, num_resources), jnp.arange(num_resources + 1, dtype=jnp.int32)
     if (num_resources + 1) * max_pairs > INT32_MAX:
         resource_P, order = jax.lax.sort_key_val(resource_P, number, is_stable=True)
-        start = jnp.searchsorted(resource_P, bounds).astype(jnp.int32)
+        start = _search(resource_P, bounds)
     else:  # One integer carries both: a single-operand sort is several times faster than a stable sort of two.
         key = jnp.sort(resource_P * max_pairs + number)
-        order, start = key % max_pairs, jnp.searchsorted(key, bounds * max_pairs).astype(jnp.int32)
+        order, start = key % max_pairs, _search(key, bounds * max_pairs)
 
     tiles_R = -(-jnp.diff(start) // tile)
     begin = jnp.cumsum(jnp.pad(tiles_R, (1, 0)), dtype=jnp.int32)
     bound = -(-max_pairs // tile) + min(num_resources, max_pairs)
     n = jnp.arange(bound + slack, dtype=jnp.int32)
-    resource_N = jnp.searchsorted(begin[1:], n, side="right").astype(jnp.int32).clip(max=num_resources - 1)
+    resource_N = _search(begin[1:], n, side="right").clip(max=num_resources - 1)
     row_N = start[resource_N] + (n - begin[resource_N]) * tile
     row_Nt = row_N[:, None] + jnp.arange(tile, dtype=jnp.int32)
     pair = jnp.where(row_Nt < start[resource_N + 1][:, None], order.at[row_Nt].get(mode="clip"), max_pairs)
     return Tables(pair, resource_N, begin, numbering)
+
+
+def _search(ascending: Int[Array, "n"], wanted: Int[Array, "k"], side: str = "left") -> Int[Array, "k"]:
+    # A loop would launch its kernels in every turn on a GPU; unrolled, it is one or two kernels.
+    method = "scan_unrolled" if chips.is_gpu() else "scan"
+    return jnp.searchsorted(ascending, wanted, side=side, method=method).astype(jnp.int32)
 
 
 def from_slots(x_TK: Shaped[Array, "T K"], numbering: Numbering, fill: int | float) -> Shaped[Array, "P"]:

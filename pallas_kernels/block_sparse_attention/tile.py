@@ -6,7 +6,15 @@ Shapes: N tiles, H heads, t queries a tile, j keys a tile, d head size; batch di
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from pallas_kernels import chips
+
 F32 = jnp.float32
+
+
+def step_scores() -> int:
+    """Scores of one step of a loop over groups: on a CPU in cache, and enough of them for every core; on a GPU, where
+    every step launches its kernels anew, 128 MB."""
+    return 2**25 if chips.is_gpu() else 2**18
 
 
 def partial_attention(

@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.block_sparse_attention.tile import partial_attention, partial_gradients
+from pallas_kernels.block_sparse_attention.tile import partial_attention, partial_gradients, step_scores
 from pallas_kernels.block_sparse_attention.types import Cotangents, Inputs, Partial, Window
 
-STEP_SCORES = 2**18  # scores of one step: in cache, and enough of them for every core
+
+def chunks_a_step(chunks: int, heads: int, m: int) -> int:
+    """g, of so many chunks in all."""
+    return max(1, min(chunks, step_scores() // (heads * m * 2 * m)))
 
 
 def _step(i, size: int, key, value, segment: Int[Array, "C m"]):
@@ -35,7 +38,7 @@ def window_attention(inputs: Inputs, window: Window, scale: float) -> Partial:
     m, heads, d = key.shape[1:]
     arrays = query, window.bias.astype(jnp.float32), window.segment
     query, bias, segment = (x.reshape(-1, m, *x.shape[1:]) for x in arrays)
-    size = max(1, min(len(query), STEP_SCORES // (heads * m * 2 * m)))
+    size = chunks_a_step(len(query), heads, m)
 
     def step(i, state):
         chunk, _, _, k, v, seen = _step(i, size, key, value, segment)
@@ -56,7 +59,7 @@ def window_gradients(
     m, heads, d = key.shape[1:]
     arrays = query, window.bias.astype(jnp.float32), window.segment, *cotangents
     query, bias, segment, d_output, lse, delta = (x.reshape(-1, m, *x.shape[1:]) for x in arrays)
-    size = max(1, min(len(query), STEP_SCORES // (heads * m * 2 * m)))
+    size = chunks_a_step(len(query), heads, m)
 
     def step(i, state):
         chunk, both, fresh, k, v, seen = _step(i, size, key, value, segment)

@@ -16,15 +16,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import tables as tables_lib
 from pallas_kernels.block_sparse_attention.block_sizes import BlockSizes
 from pallas_kernels.block_sparse_attention.tables import Tables
-from pallas_kernels.block_sparse_attention.tile import finite, partial_attention, partial_gradients
+from pallas_kernels.block_sparse_attention.tile import finite, partial_attention, partial_gradients, step_scores
 from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem
 
-STEP_SCORES = 2**18  # scores of one step: in cache, and enough of them for every core
 CLIP = {"mode": "clip", "wrap_negative_indices": False}  # an index out of range gives some row
 MERGE_ROWS = 1024  # pairs merged a step: weighted outputs in cache, never all of them at once
+GPU_MERGE_ROWS = 2**16
 
 
 class Path(NamedTuple):
@@ -84,9 +85,11 @@ class Path(NamedTuple):
         top = jnp.where(top > -jnp.inf, top, 0.0)
         weight = jnp.exp(start.lse - top)
 
+        at_once = GPU_MERGE_ROWS if chips.is_gpu() else MERGE_ROWS
+
         def merge(i, state):
             output, total = state
-            rows = i * MERGE_ROWS + jnp.arange(MERGE_ROWS)
+            rows = i * at_once + jnp.arange(at_once)
             token = token_P.at[rows].get(mode="fill", fill_value=len(top))
             weight = jnp.exp(lse_PH.at[rows].get(mode="clip") - top.at[token].get(mode="clip"))
             weighted = output_PHd.at[rows].get(mode="clip") * weight[..., None]
@@ -94,7 +97,7 @@ class Path(NamedTuple):
             return output.at[token].add(weighted, mode="drop"), total.at[token].add(weight, mode="drop")
 
         sums = start.output * weight[..., None], weight
-        output, total = jax.lax.fori_loop(0, -(-count.sum() // MERGE_ROWS), merge, sums)
+        output, total = jax.lax.fori_loop(0, -(-count.sum() // at_once), merge, sums)
         whole = Partial(output / jnp.where(total > 0, total, 1.0)[..., None], jnp.log(total) + top)
         return whole, lse_PH
 
@@ -147,5 +150,5 @@ def plan(problem: Problem) -> Path:
     sizes = problem.block_sizes
     tile = sizes.pairs or (max(8, min(problem.m, 64, 2 ** math.ceil(math.log2(rows / 2)))) if rows > 2 else 8)
     tiles = -(-problem.max_pairs // tile) + min(problem.resources, problem.max_pairs)
-    step = sizes.tiles or STEP_SCORES // (problem.heads * tile * problem.m)
+    step = sizes.tiles or step_scores() // (problem.heads * tile * problem.m)
     return Path(problem, tile, max(1, min(tiles, step)))

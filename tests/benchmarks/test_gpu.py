@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,49 @@ def test_out_of_memory_is_a_result_and_other_errors_are_not(monkeypatch):
     fail("INTERNAL: the kernel has crashed")
     with pytest.raises(jax.errors.JaxRuntimeError, match="crashed"):
         gpu.milliseconds(jnp.sum, (jnp.ones(2),))
+
+
+def test_time_of_kernels_is_read_from_a_profile(monkeypatch):
+    """As an H100 gave it, by a stand-in for the profile: there is no GPU here."""
+    event = lambda name, ms: types.SimpleNamespace(name=name, duration_ns=ms * 1e6)  # noqa: E731
+    kernels = [event(f"block_sparse_attention_{name}_mosaic_gpu_kernel", 1.5) for name in ("forward", "d_key")]
+    lines = [
+        types.SimpleNamespace(name="Stream #14(Compute)", events=[*kernels * gpu.CALLS, event("loop_add_fusion", 9.0)]),
+        types.SimpleNamespace(name="XLA Ops", events=kernels),
+    ]
+    planes = [types.SimpleNamespace(name=name, lines=lines) for name in ("/host:CPU", "/device:GPU:0")]
+    profile = types.SimpleNamespace(from_file=lambda path: types.SimpleNamespace(planes=planes))
+    assert gpu.kernel_milliseconds(jnp.sum, (jnp.ones(2),)) == {}
+    monkeypatch.setattr(jax.profiler, "ProfileData", profile)
+    assert gpu.kernel_milliseconds(jnp.sum, (jnp.ones(2),)) == {"forward": 1.5, "d_key": 1.5}
+
+
+def test_what_is_measured_stays_when_the_machine_is_taken_away(monkeypatch, tmp_path):
+    values = gpu.SMOKE | {"lengths": ["256", "512"], "output": str(tmp_path / "gpu.json"), "smoke": False}
+    values |= {"widths": ["64"], "head_size": 32, "others_up_to": 256, "minutes": 9.0}
+    flags = Flags({name: types.SimpleNamespace(value=value) for name, value in values.items()})
+    monkeypatch.setattr(gpu, "FLAGS", flags)
+    measured = gpu.measure_point
+
+    def point(point):
+        if point.length == 512:
+            raise KeyboardInterrupt
+        return measured(point)
+
+    monkeypatch.setattr(gpu, "measure_point", point)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main()
+    record = json.loads((tmp_path / "gpu.json").read_text())
+    assert [row["length"] for row in record["rows"]] == [256]
+    assert record["left_out"] == 1
+    assert "1 further points were left out" in (tmp_path / "gpu.md").read_text()
+
+
+class Flags(dict):
+    """Stands in for the flags of a program."""
+
+    def __getattr__(self, name):
+        return self[name].value
 
 
 def test_it_runs_and_writes_both_tables(tmp_path):

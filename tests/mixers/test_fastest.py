@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from aamoe_jax.mixers import fastest
+from aamoe_jax.mixers import fastest, flash
 from aamoe_jax.mixers.fastest import fastest_attention
 from aamoe_jax.mixers.flash import Attended, Band, flash_attention
 from aamoe_jax.mixers.splash import splash_attention
@@ -91,6 +91,7 @@ def test_cudnn_is_told_what_is_seen_and_gets_rows_of_one_document(monkeypatch, r
     packed = fastest_attention(*arrays[:3], segments, reach=reach)
     by_xla = jax.nn.dot_product_attention
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(flash, "GPU_BLOCK", flash.BLOCK)  # the same bits
     calls = []
 
     def dot_product_attention(*x, implementation, **options):

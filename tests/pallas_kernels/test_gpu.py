@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import aot, chips
-from pallas_kernels.block_sparse_attention import interface, xla
+from pallas_kernels.block_sparse_attention import interface, window, xla
 from pallas_kernels.block_sparse_attention.gpu import elsewhere, kernels, path
 from pallas_kernels.block_sparse_attention.gpu.kernels import ROWS, Plan, Rows, Tiles
 from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, Problem
-from tests.pallas_kernels.base import BlockSparseAttentionTest, assert_close, attend
-from tests.pallas_kernels.cases import Shape, random_inputs
+from tests.pallas_kernels.base import NAMED, BlockSparseAttentionTest, assert_close, attend
+from tests.pallas_kernels.cases import SHARDED, Shape, evaluate, over_heads, random_inputs
 
 
 class TestPath(BlockSparseAttentionTest):
@@ -36,11 +36,32 @@ class TestPath(BlockSparseAttentionTest):
         self.check(*random_inputs(Shape(tokens=70, m=m, num_context=2, d=66, heads=1, window=False)))
 
 
+class TestXlaOnAGpu:
+    """Large steps, and searches without a loop."""
+
+    @pytest.fixture(autouse=True)
+    def a_blackwell(self):
+        with chips.assume("b200"):
+            yield
+
+    @pytest.mark.parametrize("name", ["plain", "more pairs than a tile", "no pairs at all"])
+    def test_the_definition(self, name):
+        inputs, static = random_inputs(NAMED[name])
+        for actual, expected in zip(*(evaluate(inputs, static, x) for x in ("xla", "reference")), strict=True):
+            for name, a, e in zip(actual._fields, actual, expected, strict=True):
+                assert_close(a, e, 1e-5, name)
+
+    def test_no_step_is_as_small_as_on_a_cpu(self):
+        shape = TestPlan.PROBLEM._replace(slots=8)
+        assert xla.plan(shape).group > 50
+        assert window.chunks_a_step(1024, heads=8, m=64) == 512
+
+
 class TestWhoGetsTheKernels:
     """By stand-ins for the device."""
 
-    def planned(self, monkeypatch, kind: str | None = None, capability: str = "") -> str:
-        """Which implementation `pallas_gpu` turns out to be."""
+    def planned(self, monkeypatch, kind: str | None = None, capability: str = "", *, wanted="pallas_gpu", **inputs):
+        """Which implementation the wanted one turns out to be."""
         if kind is not None:
             device = types.SimpleNamespace(device_kind=kind, compute_capability=capability)
             monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -53,8 +74,8 @@ class TestWhoGetsTheKernels:
                 return xla.plan(problem)
 
             monkeypatch.setitem(interface.PLANS, name, (plan, XLA_WINDOW))
-        inputs, static = random_inputs(Shape())
-        jax.eval_shape(lambda inputs: attend.__wrapped__(inputs, static, "pallas_gpu"), inputs)
+        inputs, static = random_inputs(Shape(d=inputs.get("d", 4)), inputs.get("dtype", jnp.bfloat16))
+        jax.eval_shape(lambda inputs: attend.__wrapped__(inputs, static, wanted), inputs)
         return "".join(found)
 
     @pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
@@ -69,6 +90,16 @@ class TestWhoGetsTheKernels:
         (line,) = [record.getMessage() for record in caplog.records if record.name == "pallas_kernels"]
         assert "implementation='pallas_gpu'" in line
         assert line.endswith(f"{kind} has {capability} and gets 'xla'")
+
+    def test_they_are_the_default_on_a_hopper_for_what_they_take(self, monkeypatch, caplog):
+        hopper, ampere = ("NVIDIA H200", "9.0"), ("NVIDIA A100-SXM4-80GB", "8.0")
+        assert self.planned(monkeypatch, *hopper, wanted=None) == "pallas_gpu"
+        assert self.planned(monkeypatch, *hopper, wanted=None, dtype=jnp.float32) == "xla"
+        assert self.planned(monkeypatch, *hopper, wanted=None, d=256) == "xla"
+        assert self.planned(monkeypatch, *ampere, wanted=None) == "xla"
+        monkeypatch.setattr(jax, "device_count", lambda: 2)  # and no mesh: the compiler cannot divide a kernel
+        assert self.planned(monkeypatch, *hopper, wanted=None) == "xla"
+        assert not caplog.records
 
     def test_a_cpu_is_refused(self, monkeypatch):
         with pytest.raises(
@@ -154,6 +185,28 @@ def results(module, name: str, tiles: Tiles, plan: Plan):
     given = (tiles.query, tiles.key, tiles.value, tiles.rows) if name == "forward" else (tiles,)
     both = jax.jit(functools.partial(getattr(module, name), plan=plan))(*given)
     return both if name == "key_gradients" else tuple(x[:, :-1] for x in both)
+
+
+class TestInAMesh:
+    """JAX takes an axis of a kernel for one of the mesh if they have the same name: the kernel then asks which device
+    it runs on, by a library that XLA does not have."""
+
+    def program(self) -> str:
+        axes = "data", "fsdp", "resource", "tensor"
+        mesh = jax.sharding.AbstractMesh((1, 1, 1, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 4)
+        inputs, static = random_inputs(SHARDED, jnp.bfloat16)
+        with chips.assume("h200"):
+            run = jax.jit(over_heads(mesh, static, "pallas_gpu"))
+            return run.trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
+
+    def test_kernels_have_axes_of_their_own(self):
+        program = self.program()
+        assert program.count("custom_call @mosaic_gpu") == 3
+        assert "collective_metadata_used" not in program
+
+    def test_which_is_how_one_would_see_it(self, monkeypatch):
+        monkeypatch.setattr(kernels, "_own", lambda axis: axis)
+        assert "collective_metadata_used" in self.program()
 
 
 KERNELS = ["forward", "query_gradients", "key_gradients"]

@@ -67,13 +67,13 @@ def forward(
 ) -> tuple[Float[Array, "S N t H d"], Float[Array, "S N H t"]]:
     """Softmax attention of every row over each part of its resource, and its log-sum-exp; 0 and -inf if it sees none.
 
-    Rows of tiles past begin[R] are not written.
+    Both in float32. Rows of tiles past begin[R] are not written.
     """
     (tiles, _, heads, d), (resources, m) = query.shape, key.shape[:2]
     dtype, parts = query.dtype, m // plan.part
 
     def kernel(begin, visible, query, key, value, output, lse, keys, rows, lse_smem, arrived):
-        part, warpgroup, head = (jax.lax.axis_index(axis) for axis in ("part", "warpgroup", "head"))
+        part, warpgroup, head = _index("part", "warpgroup", "head")
         k_smem, v_smem = keys
         q_smem, seen_smem = targets = [x.at[warpgroup] for x in rows]
 
@@ -127,7 +127,7 @@ def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"]
     dtype, parts = tiles.query.dtype, m // plan.part
 
     def kernel(begin, visible, query, key, value, d_output, shift, delta, d_query, d_bias, keys, rows, *more):
-        part, warpgroup, head = (jax.lax.axis_index(axis) for axis in ("part", "warpgroup", "head"))
+        part, warpgroup, head = _index("part", "warpgroup", "head")
         (k_smem, v_smem), (bias_smem, arrived) = keys, more
         q_smem, do_smem, seen_smem, shift_smem, delta_smem = targets = [x.at[warpgroup] for x in rows]
 
@@ -180,10 +180,10 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
     dtype, part = tiles.query.dtype, plan.warpgroups * ROWS
 
     def kernel(begin, visible, query, key, value, d_output, shift, delta, d_key, d_value, keys, rows, *more):
-        resource, head, warpgroup = (jax.lax.axis_index(axis) for axis in ("resource", "head", "warpgroup"))
+        resource, part_index, head, warpgroup = _index("resource", "part", "head", "warpgroup")
         out_smem, (keys_arrived, arrived, consumed) = more
         (k_smem, v_smem), (q_smem, do_smem, seen_smem, shift_smem, delta_smem) = (x.at[warpgroup] for x in keys), rows
-        first_key = jax.lax.axis_index("part") * part + warpgroup * ROWS
+        first_key = part_index * part + warpgroup * ROWS
         mine, leads = (resource, pl.ds(first_key, ROWS), head), warpgroup == 0
         first_tile, count = begin[resource], begin[resource + 1] - begin[resource]
 
@@ -255,13 +255,23 @@ def _call(kernel, name: str, plan: Plan, arrays, results, *scratch, axes: dict[s
         out_type=tuple(jax.ShapeDtypeStruct(*result) for result in results),
         scratch_types=scratch,
         grid=tuple(axes.values()),
-        grid_names=tuple(axes),
+        grid_names=tuple(map(_own, axes)),
         num_threads=plan.warpgroups,
-        thread_name="warpgroup",
+        thread_name=_own("warpgroup"),
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
     return run(*arrays)
+
+
+def _own(axis: str) -> str:
+    """An axis of the grid. JAX takes one that the mesh has too for the mesh's."""
+    return f"kernel_{axis}"
+
+
+def _index(*axes: str) -> list[Int[Array, ""]]:
+    """The place of this block of threads, or of this warpgroup in it, on axes of the grid."""
+    return [jax.lax.axis_index(_own(axis)) for axis in axes]
 
 
 def _in_slots(slots: tuple[int, ...], d: int, dtype: DTypeLike) -> list:
@@ -333,8 +343,7 @@ def _for_tiles(begin, tables, sources, targets, arrived, work, plan: Plan) -> No
       tables: where keys and values are, and where they go.
       sources: a tile's number -> where its rows are. targets: where they go, a slot each.
     """
-    axes = "resource", "split", "part", "head", "warpgroup"
-    resource, split, part, head, warpgroup = (jax.lax.axis_index(axis) for axis in axes)
+    resource, split, part, head, warpgroup = _index("resource", "split", "part", "head", "warpgroup")
     table_arrived, tile_arrived = arrived
     # Every `step`-th tile from the first; the block of threads has some if its first warpgroup has.
     step, end = plan.warpgroups * plan.splits, begin[resource + 1]

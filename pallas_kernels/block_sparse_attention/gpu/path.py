@@ -24,6 +24,7 @@ from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, I
 from pallas_kernels.varying import varying
 
 TYPES = (jnp.bfloat16, jnp.float16)
+LARGEST_HEAD = 128
 TABLE_BYTES = 128 * 1024  # of shared memory, for the keys and values of one resource and head
 TILES_A_BLOCK = 8  # of a resource with an average number of pairs
 
@@ -57,7 +58,8 @@ class Path(NamedTuple):
         output_TKSHd = _to_slots(output_SNtHd[..., : self.problem.d], tiles)
         lse_TKSH = _to_slots(lse_SNHt.swapaxes(2, 3), tiles, fill=-jnp.inf) + tiles.bias_TK[..., None, None]
         top = finite(jnp.maximum(lse_TKSH.max((1, 2)), start.lse))
-        weight_TKSH, first = jnp.exp(lse_TKSH - top[:, None, None]), jnp.exp(start.lse - top)
+        shares = jnp.exp(lse_TKSH - top[:, None, None]), jnp.exp(start.lse - top)
+        weight_TKSH, first = jax.lax.optimization_barrier(shares)  # as in `_tiles`
         total = first + weight_TKSH.sum((1, 2))
         output = first[..., None] * start.output + (weight_TKSH[..., None] * output_TKSHd).sum((1, 2))
         whole = Partial(output / jnp.where(total > 0, total, 1.0)[..., None], jnp.log(total) + top)
@@ -93,8 +95,8 @@ class Path(NamedTuple):
 def plan(problem: Problem) -> Path:
     """How the kernels are cut, from static shapes; ValueError for what they cannot do."""
     instead = "; implementation='xla' takes it"
-    if problem.d > 128:
-        raise ValueError(f"head size d={problem.d}; on a GPU wanted at most 128" + instead)
+    if problem.d > LARGEST_HEAD:
+        raise ValueError(f"head size d={problem.d}; on a GPU wanted at most {LARGEST_HEAD}" + instead)
     if jax.default_backend() == "gpu" and problem.dtype not in TYPES:
         raise ValueError(
             f"dtype={jnp.dtype(problem.dtype).name}; wanted bfloat16 or float16, since the tensor cores would round "
@@ -140,7 +142,7 @@ def _tiles(path: Path, pairs: Pairs, tables: Tables) -> _Tiles:
     row_P = tables_lib.rows_to_pairs(jnp.arange(pair.size, dtype=jnp.int32).reshape(pair.shape), tables)
     used_TK = jnp.arange(problem.slots) < numbering.count[:, None]
     bias = pairs.bias.astype(jnp.float32)
-    return _Tiles(
+    tiles = _Tiles(
         rows=Rows(tables.begin, tables_lib.slots_to_rows(pairs.visible, tables, 0)[:, 0]),
         token=numbering.token.at[pair].get(mode="fill", fill_value=problem.tokens),
         expert=tables.resource[:, None] >= problem.num_context,
@@ -150,6 +152,8 @@ def _tiles(path: Path, pairs: Pairs, tables: Tables) -> _Tiles:
         expert_TK=pairs.resource >= problem.num_context,
         bias_TK=jnp.where(used_TK, bias, 0.0),
     )
+    # Without the barrier XLA computes places anew for every element of the sums over slots: ten times as slow.
+    return jax.lax.optimization_barrier(tiles)
 
 
 def _arrays(path: Path, inputs: Inputs, tiles: _Tiles) -> tuple[Array, Array, Array]:
