@@ -1,6 +1,6 @@
 """Block-sparse attention on a GPU against dense causal attention: useful TFLOP/s, forward, and forward and backward.
 
-    JAX_PLATFORMS=cuda python -m benchmarks.gpu --output=experiments/results/gpu_h100.json
+    JAX_PLATFORMS=cuda python -m benchmarks.gpu --output=experiments/results/gpu.json
     python -m benchmarks.gpu --smoke
 
 First the kernels have to agree with the definition on this very device, gradients included. Then, from what matters
@@ -246,12 +246,13 @@ def measure_point(point: Point) -> dict[str, Any]:
 
 
 def measure_grid() -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """After every point: the rows so far, and how many are left out."""
+    """Before the first point and after every one: the rows so far, and how many are missing."""
     lists = (map(int, x) for x in (FLAGS.lengths, FLAGS.widths, FLAGS.chunk_sizes, FLAGS.budgets))
     lengths, widths, chunk_sizes, budgets = map(list, lists)
     # Every length at the first chunk size and budget before any at the others.
     grid = list(itertools.product(chunk_sizes, budgets, widths, lengths))
     end, rows, known = time.monotonic() + 60 * FLAGS.minutes, [], {}
+    yield rows, len(grid)
     for m, budget, width, length in grid:
         if time.monotonic() > end:
             break
@@ -292,7 +293,7 @@ def report(record: dict[str, Any]) -> str:
         ),
     ]
     if record["left_out"]:
-        parts.append(f"{record['left_out']} further points were left out: the time was up.")
+        parts.append(f"{record['left_out']} further points were not measured.")
     return "\n\n".join([*parts, measure.closing(record["command"], record["machine"]["versions"])])
 
 
@@ -319,8 +320,6 @@ def main() -> None:
         **{name: FLAGS[name].value for name in ("implementations", "dense", "experts", "head_size")},
         "errors": errors,
         "copy_gigabytes_per_second": copy_gigabytes_per_second(FLAGS.copied_mib),
-        "left_out": None,
-        "rows": [],
     }
     for rows, left_out in measure_grid():
         record |= {"rows": rows, "left_out": left_out}

@@ -31,7 +31,7 @@ LOWEST = -1e30
 BLOCK = 128
 """t: the scores of a few heads stay in the cache of a core."""
 GPU_BLOCK = 512
-"""t on a GPU, which launches kernels for every block."""
+"""t of `flash_attention` on a GPU, where each block launches kernels of its own."""
 
 Queries = Float[Array, "n a G r t k"]
 Keys = Float[Array, "m a G t k"]
@@ -105,7 +105,7 @@ def flash_attention(
       segment_ids: documents of the keys.
       first: the place in the row of the first query, where queries are a part of it; the others follow.
       query_segments: documents of the queries; None: those that stand at their places in `segment_ids`.
-      block: t; None: `block_size`.
+      block: t; None: `block_size`, on a GPU with blocks of up to GPU_BLOCK.
 
     Returns:
       `Attended`, differentiable in query, key and value through both. Products in the type of the inputs, sums and
@@ -114,7 +114,7 @@ def flash_attention(
     (maps, queries, heads, size), (rows, keys, groups, _) = query.shape, value.shape
     if query_segments is None:
         query_segments = jax.lax.dynamic_slice_in_dim(segment_ids, first, queries, axis=1)
-    block = block_size(max(queries, keys)) if block is None else block
+    block = _flash_block(max(queries, keys)) if block is None else block
     of_queries = jnp.moveaxis(token_blocks(query, block).reshape(-1, maps, block, groups, heads // groups, size), 2, 4)
     of_keys, of_values = (token_blocks(x, block).swapaxes(2, 3) for x in (key, value))
     # Tokens that fill the last block are of the last document, but later than all of it: nothing real sees them.
@@ -133,14 +133,18 @@ def merged(parts: Sequence[Attended]) -> Float[Array, "b q H k"]:
     return jnp.asarray(mixed, parts[0].output.dtype)
 
 
-def block_size(length: int) -> int:
-    """t: at most BLOCK, or GPU_BLOCK, and such that the last block of a row is nearly full."""
-    return -(-length // -(-length // (GPU_BLOCK if chips.is_gpu() else BLOCK)))
+def block_size(length: int, most: int = BLOCK) -> int:
+    """t: at most `most`, and such that the last block of a row is nearly full."""
+    return -(-length // -(-length // most))
+
+
+def _flash_block(length: int) -> int:
+    return block_size(length, GPU_BLOCK if chips.is_gpu() else BLOCK)
 
 
 def loop(queries: int, keys: int, band: Band = CAUSAL, first: int = 0) -> Loop:
     """What `flash_attention` computes where all keys are of one document."""
-    turn = block_size(max(queries, keys))
+    turn = _flash_block(max(queries, keys))
     meets = band.meets(-(-queries // turn), -(-keys // turn), turn, first)
     return Loop(turn**2 * int(meets.sum()), turn**2)
 

@@ -82,10 +82,11 @@ def block_sparse_attention(
       row_chunks: chunks of one row, where a batch of rows lies flat and no token meets another row's chunks; None: one
         row. Nothing but the choice of implementation depends on it.
       implementation: a name in IMPLEMENTATIONS; or "pallas_tpu", the fastest of the three for TPUs by `tpu.dispatch`.
-        None is that on one TPU or inside `jax.shard_map`; "pallas_gpu" on one Hopper GPU or inside it, for what its
-        kernels take; and "xla" elsewhere: the compiler cannot divide a kernel over a mesh. Away from a TPU its kernels
-        are interpreted, for tests. "pallas_gpu" is for Hopper GPUs: any other gets "xla", with a line in the log; where
-        there is no GPU it is refused, but that under `chips.assume("h200")` XLA computes its tiles, for tests.
+        None: on one device or inside `jax.shard_map`, since the compiler cannot divide a kernel over a mesh,
+        "pallas_tpu" on a TPU, and "pallas_gpu" on a Hopper GPU (16-bit floats, d <= 128); "xla" elsewhere. Away from a
+        TPU its kernels are interpreted, for tests. "pallas_gpu" is for Hopper GPUs: any other gets "xla", with a line
+        in the log; where there is no GPU it is refused, but that under `chips.assume("h200")` XLA computes its tiles,
+        for tests.
       block_sizes: how the named implementation cuts its work, where its own choice is not the best:
         `python -m pallas_kernels.tune` looks for a better one.
 

@@ -13,7 +13,7 @@ F32 = jnp.float32
 
 def step_scores() -> int:
     """Scores of one step of a loop over groups: on a CPU in cache, and enough of them for every core; on a GPU, where
-    every step launches its kernels anew, 128 MB."""
+    every step launches its kernels anew, 128 MiB in float32."""
     return 2**25 if chips.is_gpu() else 2**18
 
 

@@ -83,7 +83,7 @@ def test_what_is_measured_stays_when_the_machine_is_taken_away(monkeypatch, tmp_
     record = json.loads((tmp_path / "gpu.json").read_text())
     assert [row["length"] for row in record["rows"]] == [256]
     assert record["left_out"] == 1
-    assert "1 further points were left out" in (tmp_path / "gpu.md").read_text()
+    assert "1 further points were not measured" in (tmp_path / "gpu.md").read_text()
 
 
 class Flags(dict):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from aamoe_jax.mixers.flash import BLOCK, CAUSAL, LOWEST, Attended, Band, block_size, flash_attention, loop, merged
+from pallas_kernels import chips
 
 HEADS, GROUPS, SIZE = 4, 2, 8
 BANDS = [CAUSAL, Band(nearest=1), Band(reach=1), Band(reach=7), Band(nearest=2, reach=40)]
@@ -63,6 +64,18 @@ def test_it_is_its_definition(band, queries, keys, first, block):
     wanted = value_and_gradients(lambda *x: definition(*x, segments, band, first), arrays)
     for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, two, atol=1e-5, rtol=1e-5)
+
+
+def test_blocks_are_larger_on_a_gpu():
+    arrays = rows_of(600, 600)
+    small = flash_attention(*arrays)
+    with chips.assume("b200"):
+        large = flash_attention(*arrays)
+        assert loop(1024, 1024).turn == 512**2
+    assert loop(1024, 1024).turn == BLOCK**2
+    for a, b in zip(small, large, strict=True):
+        assert np.any(a != b)  # other sums
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_blocks_of_its_own_choice():

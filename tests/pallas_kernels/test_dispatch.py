@@ -131,10 +131,11 @@ def test_kernels_are_the_default_where_the_compiler_need_not_divide_them(monkeyp
     found = []
 
     def inside(x):
-        found.append(chips.kernels_by_default())
+        found.append((chips.kernels_by_default(), chips.gpu_kernels_by_default()))
         return x
 
     assert not chips.kernels_by_default()  # a CPU
+    assert not chips.gpu_kernels_by_default()
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = jax.shard_map(inside, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     for kind, count, expected in (("TPU v5 lite", 1, True), ("TPU v6 lite", 2, False), ("TPU v4", 1, False)):
@@ -142,7 +143,15 @@ def test_kernels_are_the_default_where_the_compiler_need_not_divide_them(monkeyp
         assert chips.kernels_by_default() == expected
     pretend("TPU v5p", 8)
     jax.eval_shape(sharded, jax.ShapeDtypeStruct((2,), jnp.float32))
-    assert found == [True]
+    hopper = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [hopper])
+    assert not chips.gpu_kernels_by_default()  # eight of them, and no mesh
+    jax.clear_caches()
+    jax.eval_shape(sharded, jax.ShapeDtypeStruct((2,), jnp.float32))
+    assert found == [(True, False), (False, True)]
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert chips.gpu_kernels_by_default()
 
 
 def test_peaks_are_those_of_the_data_sheets():

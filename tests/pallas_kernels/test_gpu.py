@@ -1,7 +1,7 @@
 """Block-sparse attention for GPUs, on a CPU: the path around the kernels, and the kernels interpreted.
 
 What this cannot show: products are computed by NumPy here, not by WGMMA. `test_aot_gpu` compiles the kernels for the
-chip; only a run on one joins the two.
+chip; only a run on one joins the two (`test_gpu_chip`).
 """
 
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import aot, chips
-from pallas_kernels.block_sparse_attention import interface, window, xla
+from pallas_kernels.block_sparse_attention import interface, tables, window, xla
 from pallas_kernels.block_sparse_attention.gpu import elsewhere, kernels, path
 from pallas_kernels.block_sparse_attention.gpu.kernels import ROWS, Plan, Rows, Tiles
 from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, Problem
@@ -44,17 +44,25 @@ class TestXlaOnAGpu:
         with chips.assume("b200"):
             yield
 
-    @pytest.mark.parametrize("name", ["plain", "more pairs than a tile", "no pairs at all"])
-    def test_the_definition(self, name):
-        inputs, static = random_inputs(NAMED[name])
+    @pytest.mark.parametrize(
+        "shape",
+        [NAMED["plain"], NAMED["no pairs at all"], Shape(tokens=1024, m=64, num_context=16, experts=4, heads=4, d=8)],
+        ids=["plain", "no pairs", "a step that would be several on a CPU"],
+    )
+    def test_the_definition(self, shape):
+        inputs, static = random_inputs(shape)
         for actual, expected in zip(*(evaluate(inputs, static, x) for x in ("xla", "reference")), strict=True):
             for name, a, e in zip(actual._fields, actual, expected, strict=True):
                 assert_close(a, e, 1e-5, name)
 
-    def test_no_step_is_as_small_as_on_a_cpu(self):
-        shape = TestPlan.PROBLEM._replace(slots=8)
-        assert xla.plan(shape).group > 50
+    def test_steps_are_larger_than_on_a_cpu(self):
+        assert xla.plan(TestPlan.PROBLEM).group == 512
         assert window.chunks_a_step(1024, heads=8, m=64) == 512
+
+    def test_searches_are_no_loops(self):
+        inputs, _ = random_inputs(Shape())
+        build = functools.partial(tables.build, num_resources=5, max_pairs=96, tile=8)
+        assert "while" not in str(jax.make_jaxpr(build)(inputs.pairs.resource, inputs.pairs.count))
 
 
 class TestWhoGetsTheKernels:
@@ -203,6 +211,10 @@ class TestInAMesh:
         program = self.program()
         assert program.count("custom_call @mosaic_gpu") == 3
         assert "collective_metadata_used" not in program
+
+    def test_places_of_rows_are_computed_once(self):
+        """XLA keeps what barriers enclose out of the sums that read it: `_tiles` in both passes, and the shares."""
+        assert self.program().count("optimization_barrier") == 3
 
     def test_which_is_how_one_would_see_it(self, monkeypatch):
         monkeypatch.setattr(kernels, "_own", lambda axis: axis)
