@@ -144,8 +144,8 @@ def _both_kinds(query: Float[Array, "T H d"], query_expert: Float[Array, "T H d"
 
 
 def plan(problem: Problem) -> Path:
-    """Rows a tile and tiles a step, from static shapes. Tiles are chosen for a CPU, where padding costs as much as work.
-    Of more rows than keys a tile has no use: what it spares in reading keys is less than reading the queries."""
+    """Rows a tile and tiles a step, from static shapes. Tiles are chosen for a CPU, where padding costs as much as
+    work. Of more rows than keys a tile has no use: what it spares in reading keys is less than reading the queries."""
     rows = problem.max_pairs / problem.resources
     sizes = problem.block_sizes
     tile = sizes.pairs or (max(8, min(problem.m, 64, 2 ** math.ceil(math.log2(rows / 2)))) if rows > 2 else 8)
