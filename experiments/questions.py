@@ -1,7 +1,7 @@
 """Asks every stack of a study multiple-choice questions out of held-out text (DEC-23).
 
     aamoe questions --study=main --gin_file=quickstart.gin --variant=AA-MoE --variant=transformer --seeds=0,1,2 \
-        --output=experiments/results/questions
+        --output=experiments/results/main_questions
 
 `line`: which of four lines comes next; the other three are of the same document and about as long. `word`: which of
 four words comes next; all of them were last used more than 128 characters ago. A context is as long as a row allows.
