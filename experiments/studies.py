@@ -25,7 +25,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 from absl import flags
 
-from aamoe_jax.config import ConfigError, ExperimentConfig
+from aamoe_jax.config import ConfigError, ExperimentConfig, from_dict
 from aamoe_jax.data import ensure_prepared
 from aamoe_jax.evaluation.budget_use import UNEVEN
 from aamoe_jax.markdown import table
@@ -59,6 +59,8 @@ class Claim(NamedTuple):
     less: str
     more: str
     figure: str = "bits_per_byte"
+    mixer: str | None = None
+    """Whose layers' figure it is; None: of all layers."""
 
 
 class Study(NamedTuple):
@@ -127,6 +129,7 @@ def _deconstructed() -> Study:
             "hybrid non_approximate, no QK norm",
             "non_approximate, no QK norm",
             "logit_absmax",
+            "non_approximate",
         ),
         Claim("a few standard layers are enough", "quarter non_approximate", "non_approximate"),
     ]
@@ -436,11 +439,12 @@ def conduct(
     return results
 
 
-def figure(results: Sequence[Result], name: str) -> float:
-    """The mean over seeds; of a figure of layers, the largest of them."""
+def figure(results: Sequence[Result], name: str, layers: Sequence[int] | None = None) -> float:
+    """The mean over seeds; of a figure of layers, the largest of these, or of all."""
     if name == "bits_per_byte":
         return statistics.mean(result[name] for result in results)
-    return statistics.mean(max(result["evaluation"]["statistics"][name]) for result in results)
+    of_layers = (result["evaluation"]["statistics"][name] for result in results)
+    return statistics.mean(max(x if layers is None else (x[i] for i in layers)) for x in of_layers)
 
 
 def report(
@@ -515,17 +519,25 @@ def _size(config: ExperimentConfig, runs: Sequence[Result], reference: float, ra
 
 def _judged(claim: Claim, less: Sequence[Result], more: Sequence[Result], margin: float = MARGIN) -> list[str]:
     """A claim with the differences that were found."""
-    found = differ(claim.figure, less, more)
+    found = differ(claim.figure, less, more, claim.mixer)
     seeds = " ".join(f"{one:+.4f}" for one in found.of_seeds)
     # A margin is of bits per byte.
     verdict = found.verdict(margin if claim.figure == "bits_per_byte" else 0.0)
-    return [*claim, f"{found.mean:+.4f}", seeds, f"{found.low:+.4f} to {found.high:+.4f}", verdict]
+    figure = claim.figure if claim.mixer is None else f"{claim.figure} of {claim.mixer}"
+    return [*claim[:3], figure, f"{found.mean:+.4f}", seeds, f"{found.low:+.4f} to {found.high:+.4f}", verdict]
 
 
-def differ(name: str, less: Sequence[Result], more: Sequence[Result]) -> Difference:
+def _layers_of(mixer: str | None, result: Result) -> tuple[int, ...] | None:
+    return None if mixer is None else from_dict(ExperimentConfig, result["config"]).model.layers_of(mixer)
+
+
+def differ(name: str, less: Sequence[Result], more: Sequence[Result], mixer: str | None = None) -> Difference:
     """How much more `more` has of a figure: of bits per byte by documents, of another run by run."""
     if name != "bits_per_byte":
-        runs = [np.array([[figure([result], name)] for result in results]) for results in (less, more)]
+        runs = [
+            np.array([[figure([result], name, _layers_of(mixer, result))] for result in results])
+            for results in (less, more)
+        ]
         return difference(runs[0], runs[1], np.ones(1))
     of_less, of_more = (np.asarray([result["documents"] for result in results]) for results in (less, more))
     return difference(of_less[..., 0] / np.log(2), of_more[..., 0] / np.log(2), of_less[0, :, 1])

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from aamoe_jax.config import ConfigError
+from aamoe_jax.config import ConfigError, to_dict
 from aamoe_jax.data import load_tokenizer
 from experiments import runs as experiment_runs
 from experiments import studies
@@ -159,6 +159,18 @@ class TestTheJudge:
 
 
 class TestDEC16:
+    def test_scores_are_those_of_the_simple_layers_alone(self):
+        """What standard layers do to the scores of others; their own may be as large as they like."""
+        study = STUDIES["deconstructed"]
+        (claim,) = [claim for claim in study.claims if claim.figure == "logit_absmax"]
+        found = studies.configs(study, ["quickstart.gin"], [], None)
+        hybrid, uniform = (
+            [result(0.0) | {"config": to_dict(found[name]), "evaluation": {"statistics": {"logit_absmax": scores}}}]
+            for name, scores in ((claim.less, [3.0, 9.0, 2.0, 8.0]), (claim.more, [4.0, 1.0, 5.0, 1.0]))
+        )
+        assert studies.differ(claim.figure, hybrid, uniform, claim.mixer).mean == pytest.approx(2.0)
+        assert studies._judged(claim, hybrid, uniform)[3] == "logit_absmax of non_approximate"
+
     def test_scores_are_compared_without_a_norm_that_bounds_them(self):
         study = STUDIES["deconstructed"]
         found = studies.configs(study, ["quickstart.gin"], [], None)
