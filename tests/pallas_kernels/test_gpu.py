@@ -69,7 +69,16 @@ class TestXlaOnAGpu:
 class TestWhoGetsTheKernels:
     """By stand-ins for the device."""
 
-    def planned(self, monkeypatch, kind: str | None = None, capability: str = "", *, wanted="pallas_gpu", **inputs):
+    def planned(
+        self,
+        monkeypatch,
+        kind: str | None = None,
+        capability: str = "",
+        *,
+        wanted="pallas_gpu",
+        d=4,
+        dtype=jnp.bfloat16,
+    ) -> str:
         """Which implementation the wanted one turns out to be."""
         if kind is not None:
             device = types.SimpleNamespace(device_kind=kind, compute_capability=capability)
@@ -83,7 +92,7 @@ class TestWhoGetsTheKernels:
                 return xla.plan(problem)
 
             monkeypatch.setitem(interface.PLANS, name, (plan, XLA_WINDOW))
-        inputs, static = random_inputs(Shape(d=inputs.get("d", 4)), inputs.get("dtype", jnp.bfloat16))
+        inputs, static = random_inputs(Shape(d=d), dtype)
         jax.eval_shape(lambda inputs: attend.__wrapped__(inputs, static, wanted), inputs)
         return "".join(found)
 
