@@ -14,7 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import ModelConfig
-from pallas_kernels import chips
+from pallas_kernels import chips, rotary
+from pallas_kernels.rotary import norm_rotary
 
 # Accelerators multiply float32 in fewer bits unless told otherwise, and choices would flip.
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -110,6 +111,31 @@ def apply_rotary(x: Float[Array, "*batch k"], table: RotaryTable) -> Float[Array
     return jnp.concatenate(pairs, axis=-1).astype(x.dtype)
 
 
+def norm_heads(x: Float[Array, "*rows H k"], norm: Norm | None) -> Float[Array, "*rows H k"]:
+    """Every head normed; without a norm as it is."""
+    k = x.shape[-1]
+    if norm is None or not _takes_kernel(merge_heads(x), k):
+        return x if norm is None else norm(x)
+    return split_heads(norm_rotary(merge_heads(x), k, norm.scale[...], eps=norm.eps)[0], k)
+
+
+def norm_and_rotate(
+    x: Float[Array, "*rows d"], k: int, norm: Norm | None, table: RotaryTable, *, keep_normed: bool = False
+) -> tuple[Float[Array, "*rows H k"], ...]:
+    """Heads of size k: normed, if these are kept, and normed and rotated."""
+    if _takes_kernel(x, k):
+        scale, eps = (None, 0.0) if norm is None else (norm.scale[...], norm.eps)
+        return tuple(split_heads(y, k) for y in norm_rotary(x, k, scale, table, keep_normed=keep_normed, eps=eps))
+    heads = norm_heads(split_heads(x, k), norm)
+    if x.dtype != jnp.float32:
+        heads = jax.lax.optimization_barrier(heads)  # else XLA keeps the float32 that they were made of
+    return *([heads] if keep_normed else []), apply_rotary(heads, table)
+
+
+def _takes_kernel(x: Float[Array, "*rows d"], k: int) -> bool:
+    return chips.kernels_by_default() and rotary.fits(x.dtype, x.size // x.shape[-1], k)
+
+
 class QueryKeyValue(nnx.Module):
     """The projections W^Q, W^K, W^V, with RMS norms on query and key heads when the config asks (`qk_norm`).
 
@@ -146,6 +172,28 @@ class QueryKeyValue(nnx.Module):
         if self.qk_norm == "rms":
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
+
+    def rotated(
+        self,
+        h: Float[Array, "b L d"],
+        table: RotaryTable,
+        of_queries: Float[Array, "b L d"] | None = None,
+        of_keys: Float[Array, "b L d"] | None = None,
+        *,
+        keep_normed: bool = False,
+    ) -> tuple[Float[Array, "b L _ k"], ...]:
+        """Queries before their rotary embedding, if these are kept; queries and keys after it, and values. See
+        `__call__`."""
+        query_norm, key_norm = self.norms
+        query = self.query(h if of_queries is None else of_queries)
+        queries = norm_and_rotate(query, self.head_dim, query_norm, table, keep_normed=keep_normed)
+        keys = norm_and_rotate(self.key(h if of_keys is None else of_keys), self.head_dim, key_norm, table)
+        return *queries, *keys, split_heads(self.value(h), self.head_dim)
+
+    @property
+    def norms(self) -> tuple[Norm | None, Norm | None]:
+        """Of queries and of keys."""
+        return (self.query_norm, self.key_norm) if self.qk_norm == "rms" else (None, None)
 
     def max_score(self) -> Float[Array, ""] | None:
         """What no score q . k / sqrt(k) exceeds, by the norms alone; None without them."""

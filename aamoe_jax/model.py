@@ -24,6 +24,7 @@ from aamoe_jax.registry import MIXERS
 from aamoe_jax.shards import TENSOR, TOKENS, WHOLE, Shards
 from pallas_kernels import chips
 from pallas_kernels.residuals import RESIDUALS
+from pallas_kernels.tpu import row_major
 from pallas_kernels.varying import varying
 
 Skipped = int | str
@@ -48,8 +49,9 @@ class Block(nnx.Module):
         self.mixer = build_mixer(name, config, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b L d"], context: Context) -> tuple[Float[Array, "b L d"], Statistics]:
-        output, statistics = self.mixer(self.norm(x), context)
-        return x + output, statistics
+        x = row_major(x)
+        output, statistics = self.mixer(row_major(self.norm(x)), context)
+        return row_major(x + output), statistics
 
     def prefill(self, x: Float[Array, "b L d"], context: Context, cache: Cache) -> tuple[Float[Array, "b L d"], Cache]:
         """The block over a prompt, and the cache after it."""

@@ -1,7 +1,7 @@
 """One layer as a TPU's compiler has it, whole: forward and backward pass of AA-MoE, and of dense attention and a
 feed-forward, with everything that XLA puts around the kernels.
 
-    python -m benchmarks.compiled_layer --chips=v5e,v6e --output=experiments/results/compiled_layer.json
+    python -m benchmarks.compiled_layer --tokens=32768 --output=experiments/results/compiled_layer_32k.json
 
 Needs libtpu (extra `aot`), and minutes and gigabytes of TMPDIR for every layer; what is in the output already is kept,
 so the same command goes on. Every operation of the compiled program counts as the bundles of its listing times the
@@ -9,12 +9,13 @@ trips of its loops, or as its bytes of HBM, whichever takes longer, and as often
 with equal ones counts for itself. A listing is of one core: of what two cores of a device divide it has half the trips.
 A loop whose trips are known at run time only counts once; of a conditional the dearer branch counts. Attention kernels,
 whose trips the data decides, and copies that the compiler lets run beside other work are left out:
-`benchmarks.layer_model` adds the kernels.
+`benchmarks.layer_model` adds the kernels. So a dense layer is the same for rows of every length, and is compiled once.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import sys
@@ -54,6 +55,7 @@ LAYERS = {"aamoe": ("aamoe",), "dense": ("attention", "feed_forward")}
 KERNELS = ("block_sparse_attention", "gathered_", "dense_attention", "splash")
 """What a `pallas_call` of attention is named like: left out."""
 OTHER_KERNELS = {"local_window": "window", "selection": "selection", "choice": "router"}
+OTHER_KERNELS |= {"norm_rotary": "projections", "token_words": "tables"}
 """The parts of those that count."""
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "opt-barrier"}
 """Operations that take no time."""
@@ -117,15 +119,15 @@ class Cost(NamedTuple):
         return 1e9 * self.times * max(self.cycles / chip.clock, self.bytes / bandwidth)
 
 
-def case(name: str, length: int) -> tuple[Callable[..., Any], Any]:
-    """Both passes of one mixer over one row, statistics included, for `compile_apart`."""
+def case(name: str, length: int, rows: int) -> tuple[Callable[..., Any], Any]:
+    """Both passes of one mixer, statistics included, for `compile_apart`."""
     trial = Trial(name, CONFIG)
 
     def step(params: Any, inputs: Inputs, row: Row, cotangent: Any) -> tuple[Any, Any, Any]:
         output, pull_back, statistics = trial.vjp_and_statistics(params, inputs, row)
         return output, pull_back(cotangent), statistics
 
-    params, inputs, row = trial.shapes(1, length)
+    params, inputs, row = trial.shapes(rows, length)
     return step, (params, inputs, row, inputs.h)
 
 
@@ -255,18 +257,28 @@ def equals(folder: Path) -> dict[str, str]:
     return result
 
 
-def measured(chip: str, layer: str, length: int) -> dict[str, Any]:
+def measured(chip: str, layer: str, length: int, rows: int = 1) -> dict[str, Any]:
     """Nanoseconds a token of the parts of one layer, modelled."""
     parts: dict[str, float] = {}
     for name in LAYERS[layer]:
         with tempfile.TemporaryDirectory() as root:
             folder = Path(root, "dump")
-            aot.compile_apart(chip, "benchmarks.compiled_layer:case", {"name": name, "length": length}, dump_to=folder)
+            shape = {"name": name, "length": length, "rows": rows}
+            aot.compile_apart(chip, "benchmarks.compiled_layer:case", shape, dump_to=folder)
             (text,) = folder.glob("*TLP-hlo.txt")
             for cost in costs_of(parse(text.read_text(encoding="utf-8")), folder):
-                parts[cost.part] = parts.get(cost.part, 0.0) + cost.nanoseconds(TPUS[chip]) / length
+                parts[cost.part] = parts.get(cost.part, 0.0) + cost.nanoseconds(TPUS[chip]) / (rows * length)
     ordered = dict(sorted(parts.items(), key=lambda item: -item[1]))
-    return {"chip": chip, "layer": layer, "length": length, "parts": ordered}
+    return {"chip": chip, "layer": layer, "length": length, "rows": rows, "parts": ordered}
+
+
+def wanted(chips: list[str], lengths: list[int], tokens: int) -> list[tuple[str, str, int, int]]:
+    """Chip, layer, length and rows of everything to compile."""
+    keys = []
+    for length, chip in itertools.product(lengths, chips):
+        rows = tokens // length or 1
+        keys += [(chip, "aamoe", length, rows), (chip, "dense", rows * length, 1)]
+    return list(dict.fromkeys(keys))
 
 
 def report(record: dict[str, Any]) -> str:
@@ -275,19 +287,20 @@ def report(record: dict[str, Any]) -> str:
     rows = []
     for row in record["rows"]:
         cells = [row["parts"].get(name, 0.0) for name in names]
-        rows.append([row["chip"], row["layer"], row["length"], *(f"{cell:.0f}" for cell in (sum(cells), *cells))])
+        shape = row["chip"], row["layer"], row["length"], row["rows"]
+        rows.append([*shape, *(f"{cell:.0f}" for cell in (sum(cells), *cells))])
     layer = CONFIG.aamoe
     texts = [
         "# One layer on TPUs, as compiled",
         f"Nanoseconds a token, forward and backward, of all but the attention kernels: AA-MoE (D = {CONFIG.d_model}, "
         f"H = {CONFIG.num_heads}, m = {layer.chunk_size}, E = {layer.num_experts}, beta = {layer.budget.beta:g}, "
         f"K_max = {layer.max_resources}, pooled router, convolution of queries and keys), and dense attention with a "
-        f"feed-forward of width {4 * CONFIG.d_model}; one row, bfloat16, one device (of v5p, two cores). Modelled from "
-        "the compiler's listings and not "
+        f"feed-forward of width {4 * CONFIG.d_model}; rows of L tokens, bfloat16, one device (of v5p, two cores). "
+        "Modelled from the compiler's listings and not "
         "measured: bundles times trips at the chip's clock, or bytes at HBM's bandwidth. `tables` is what lies around "
-        "the kernel of chosen resources. Experts are prepared once for all rows: the shorter the one row, the more a "
-        "token pays.",
-        plain_table(["chip", "layer", "L", "all", *names], "llr" + "r" * (len(names) + 1), rows),
+        "the kernel of chosen resources. Experts are prepared once for all rows: the fewer tokens there are, the more "
+        "each pays. Without its attention kernel a dense layer is the same for rows of every length.",
+        plain_table(["chip", "layer", "L", "rows", "all", *names], "llrr" + "r" * (len(names) + 1), rows),
         measure.closing(record["command"], record["versions"]),
     ]
     return "\n\n".join(texts)
@@ -296,16 +309,16 @@ def report(record: dict[str, Any]) -> str:
 def define_flags() -> None:
     """The flags of this program."""
     flags.DEFINE_list("chips", ["v5e", "v6e"], f"Which of {', '.join(TPUS)}.")
-    flags.DEFINE_list("lengths", ["2048", "8192"], "L: tokens of the one row.")
+    flags.DEFINE_list("lengths", ["2048", "8192"], "L: tokens of a row.")
+    flags.DEFINE_integer("tokens", 0, "Of one device, in as many rows as they fill; 0: one row.", lower_bound=0)
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.", required=True)
 
 
 def main() -> None:
     path, versions = Path(FLAGS.output), measure.machine()["versions"]
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    done = {(row["chip"], row["layer"], row["length"]) for row in rows}
-    wanted = [(chip, layer, int(length)) for length in FLAGS.lengths for chip in FLAGS.chips for layer in LAYERS]
-    for key in wanted:
+    done = {(row["chip"], row["layer"], row["length"], row["rows"]) for row in rows}
+    for key in wanted(FLAGS.chips, [int(length) for length in FLAGS.lengths], FLAGS.tokens):
         if key not in done:
             rows.append(measured(*key))
             rows.sort(key=lambda row: (row["layer"], list(TPUS).index(row["chip"]), row["length"]))

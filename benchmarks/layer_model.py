@@ -2,7 +2,7 @@
 
     python -m benchmarks.layer_model --output=experiments/results/layer_model.json
 
-Modelled nanoseconds a token of one layer and one row, forward and backward, on one device. Nothing was measured. Most
+Modelled nanoseconds a token of one layer, forward and backward, on one device. Nothing was measured. Most
 of it is what the TPU compilers made of both layers (`benchmarks.compiled_layer`); splash attention and the kernel of
 chosen resources are their own schedule (`benchmarks.tpu_schedule`) times CALIBRATION, the latter over the fill of its
 tiles besides, and what it moves in and out of fast memory around a window of tokens is added in full: nothing runs
@@ -13,6 +13,7 @@ neurons.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -67,16 +68,22 @@ def movement(chip: Chip, moved: float) -> float:
     return 1e9 * moved / (chip.bandwidth * chip.device_cores)
 
 
-def layout_of(chip: str, length: int) -> Layout:
-    """The tiles and windows of one row."""
-    chunks = length // M
-    slots = min(CONFIG.aamoe.max_resources or UNBOUNDED, chunks + EXPERTS)
-    most = most_pairs("prefix", 1, length, slots, BETA, CONFIG.aamoe)
+def layout_of(chip: str, length: int, rows: int = 1) -> Layout:
+    """The tiles and windows of rows that lie flat."""
+    chunks, tokens = rows * length // M, rows * length
+    slots = min(CONFIG.aamoe.max_resources or UNBOUNDED, length // M + EXPERTS)
+    most = most_pairs("prefix", rows, length, slots, BETA, CONFIG.aamoe)
     problem = Problem(
-        length, HEADS, D_HEAD, chunks + EXPERTS, M, slots, jnp.dtype(CONFIG.dtype), chunks, most, D_HEAD**-0.5
+        tokens, HEADS, D_HEAD, chunks + EXPERTS, M, slots, jnp.dtype(CONFIG.dtype), chunks, most, D_HEAD**-0.5
     )
     with chips.assume(chip):
         return resident.plan(problem).layout
+
+
+def chunks_met(layout: Layout, length: int, rows: int) -> float:
+    """Chunks from the start of a window's first row to its end, mean over windows."""
+    ends = [min(window * layout.tokens, rows * length) for window in range(layout.windows + 1)]
+    return sum(end - begin // length * length for begin, end in itertools.pairwise(ends)) / M / layout.windows
 
 
 def fill(tile: int, pairs: float, resources: float) -> float:
@@ -85,22 +92,22 @@ def fill(tile: int, pairs: float, resources: float) -> float:
     return rows / (rows + tile / 2)
 
 
-def routed(chip: str, length: int, kernel: dict[int, float]) -> float | None:
+def routed(chip: str, length: int, kernel: dict[int, float], rows: int = 1) -> float | None:
     """Attention over the chosen pairs: issue or the keys and values from HBM, and after that what comes and goes around
-    a window. A window sees half of the chunks before it, and its own. None: the tile of such a row is not tabled.
+    a window. None: the tile of such rows is not tabled.
     """
-    layout = layout_of(chip, length)
+    layout = layout_of(chip, length, rows)
     if layout.tile not in kernel:
         return None
-    window = length / layout.windows
-    resources = EXPERTS + (length + window) / 2 / M
+    window = rows * length / layout.windows
+    resources = EXPERTS + chunks_met(layout, length, rows)
     issue = kernel[layout.tile] / fill(layout.tile, PAIRS * window, resources)
     # bfloat16 keys and values in both passes; their float32 gradients are read and written.
     table = resources * M * WIDTH * (2 * 4 + 2 * 8)
     # Queries in, sums in and out; queries with the output's gradient in, gradients of queries in and out. There are two
     # kinds of query, of bfloat16 at first: sums and gradients are float32.
-    rows = WIDTH * (2 * 2 + 2 * 4 + 2 * 2 * 2 + 2 * 2 * 4)
-    return max(PAIRS * CALIBRATION * issue, movement(TPUS[chip], table / window)) + movement(TPUS[chip], rows)
+    around = WIDTH * (2 * 2 + 2 * 4 + 2 * 2 * 2 + 2 * 2 * 4)
+    return max(PAIRS * CALIBRATION * issue, movement(TPUS[chip], table / window)) + movement(TPUS[chip], around)
 
 
 def grouped(parts: dict[str, float]) -> dict[str, float]:
@@ -110,21 +117,24 @@ def grouped(parts: dict[str, float]) -> dict[str, float]:
 
 
 def model(schedule: list[dict[str, Any]], compiled: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per chip and length for which both layers were compiled and both kernels are tabled. Splash attention
-    takes the best tile."""
-    parts = {(row["chip"], row["length"], row["layer"]): row["parts"] for row in compiled}
-    rows = []
-    for chip, length, layer in parts:
+    """One row for everything compiled for which both kernels are tabled, and a dense layer of as many tokens is
+    compiled. Splash attention takes the best tile."""
+    dense = {(row["chip"], row["length"] * row["rows"]): row["parts"] for row in compiled if row["layer"] == "dense"}
+    found = []
+    for chip, length, rows, parts in (
+        (row["chip"], row["length"], row["rows"], row["parts"]) for row in compiled if row["layer"] == "aamoe"
+    ):
         resident_kernel, splash = (attention(schedule, chip, name) for name in ("resident", "splash"))
-        chosen = routed(chip, length, resident_kernel)
-        if layer != "aamoe" or (chip, length, "dense") not in parts or chosen is None or not splash:
+        chosen = routed(chip, length, resident_kernel, rows)
+        if (chip, rows * length) not in dense or chosen is None or not splash:
             continue
-        ours = grouped(parts[chip, length, "aamoe"]) | {"attention": chosen}
+        ours = grouped(parts) | {"attention": chosen}
         issue = min(splash.values())
-        theirs = grouped(parts[chip, length, "dense"]) | {"attention": CALIBRATION * issue * length / M / 2}
+        theirs = grouped(dense[chip, rows * length]) | {"attention": CALIBRATION * issue * length / M / 2}
         speed_up = sum(theirs.values()) / sum(ours.values())
-        rows.append({"chip": chip, "length": length, "aamoe": ours, "dense": theirs, "speed_up": speed_up})
-    return rows
+        shape = {"chip": chip, "length": length, "rows": rows}
+        found.append({**shape, "aamoe": ours, "dense": theirs, "speed_up": speed_up})
+    return found
 
 
 def report(record: dict[str, Any]) -> str:
@@ -133,13 +143,15 @@ def report(record: dict[str, Any]) -> str:
     for row in record["rows"]:
         ours, theirs = row["aamoe"], row["dense"]
         cells = [sum(ours.values()), *(ours[name] for name in names), sum(theirs.values()), theirs["attention"]]
-        rows.append([row["chip"], row["length"], *(f"{cell:.0f}" for cell in cells), f"{row['speed_up']:.2f}"])
-    heads = ["chip", "L", "AA-MoE", *names, "dense", "attention", "speed-up"]
+        rows.append(
+            [row["chip"], row["length"], row["rows"], *(f"{cell:.0f}" for cell in cells), f"{row['speed_up']:.2f}"]
+        )
+    heads = ["chip", "L", "rows", "AA-MoE", *names, "dense", "attention", "speed-up"]
     parts = [
         "# One layer on TPUs, modelled",
         f"Nanoseconds a token, forward and backward, on one device: AA-MoE (D = {WIDTH}, H = {HEADS}, m = {M}, E = "
         f"{EXPERTS}, beta = {BETA:g}, K_max = {CONFIG.aamoe.max_resources}) against dense flash attention and a "
-        f"feed-forward of width {4 * WIDTH}. Modelled from what the compilers made of both layers and one row, not "
+        f"feed-forward of width {4 * WIDTH}, rows of L tokens. Modelled from what the compilers made of both, not "
         "measured: splash attention and the kernel of chosen resources by their schedules times "
         f"{CALIBRATION:g}, the latter with its tiles as full as pairs that are spread evenly make them, and copies "
         "around a window added in full; everything else by its listing, or at HBM's bandwidth. `tables` is what "
@@ -155,16 +167,19 @@ def define_flags() -> None:
     """The flags of this program."""
     tables = [str(RESULTS / f"tpu_schedule{name}.json") for name in ("", "_tiles")]
     flags.DEFINE_list("schedule", tables, "Tables of benchmarks.tpu_schedule.")
-    flags.DEFINE_string("compiled", str(RESULTS / "compiled_layer.json"), "The table of benchmarks.compiled_layer.")
+    layers = [str(RESULTS / f"compiled_layer{name}.json") for name in ("_32k", "")]
+    flags.DEFINE_list("compiled", layers, "Tables of benchmarks.compiled_layer.")
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
 
 
 def main() -> None:
-    *schedules, compiled = (json.loads(Path(path).read_text()) for path in (*FLAGS.schedule, FLAGS.compiled))
+    schedules, layers = (
+        [json.loads(Path(path).read_text()) for path in paths] for paths in (FLAGS.schedule, FLAGS.compiled)
+    )
     record = {
         "command": command_line("benchmarks.layer_model"),
-        "from": [found["command"] for found in (*schedules, compiled)],
-        "rows": model([row for found in schedules for row in found["rows"]], compiled["rows"]),
+        "from": [found["command"] for found in (*schedules, *layers)],
+        "rows": model(*([row for found in tables for row in found["rows"]] for tables in (schedules, layers))),
     }
     publish(record, report(record), FLAGS.output)
 

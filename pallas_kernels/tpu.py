@@ -9,7 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from pallas_kernels import chips
 
 F32 = jnp.float32
 ROWS, LANES = 8, 128  # one vector register of 32-bit numbers
@@ -32,6 +36,12 @@ def dot(a, b, dimensions: tuple[int, int]):
     precision = jax.lax.Precision.HIGHEST if a.dtype == F32 else None
     contract = ((dimensions[:1], dimensions[1:]), ((), ()))
     return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=F32)
+
+
+def row_major(x: Array) -> Array:
+    """x with its last dimension along a TPU's lanes, as kernels take arrays: XLA may choose another, and copies what
+    enters and leaves every kernel. Where TPU kernels are not the default nothing changes."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if chips.kernels_by_default() else x
 
 
 def compiled_or_interpreted(kernel: Callable, *arrays: Any, **options: Any):

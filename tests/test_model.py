@@ -131,6 +131,7 @@ def test_no_kernel_runs_twice_where_what_attention_gives_is_kept():
         step = jax.jit(jax.grad(loss)).trace(params_of(config), tokens_of(1, 128))
         program = step.lower(lowering_platforms=("tpu",)).as_text()
     kernels = collections.Counter(re.findall(r'kernel_name = "(\w+)"', program))
+    assert kernels.pop("token_words") == 1 + 2  # both kinds of query; and each with the gradient of the output
     assert set(kernels.values()) == {1}
     forward = "selection", "tiles_of_slots", "block_sparse_attention_forward", "splash_mha_fwd_segmented_residuals"
     assert set(forward) <= set(kernels)

@@ -22,7 +22,7 @@ from aamoe_jax.aamoe.resources import LOCAL, available_chunks
 from aamoe_jax.aamoe.router import Heads, LearnedRouter
 from aamoe_jax.aamoe.statistics import Steps
 from aamoe_jax.config import ConfigError, ModelConfig
-from aamoe_jax.layers import Projection, QueryKeyValue, apply_rotary, merge_heads, residual_gain, split_heads
+from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, norm_heads, residual_gain, split_heads
 from aamoe_jax.mixers.base import Context, Statistics
 from aamoe_jax.mixers.convolution import CausalConvolution
 from aamoe_jax.registry import register
@@ -112,15 +112,11 @@ class AAMoELayer(AAMoECosts):
         h, layer = context.move(h, "here", "attending"), self.config.aamoe
         if convolved is None and layer.key_convolution:
             convolved = self.convolution(h, context).astype(h.dtype)
-        query, key, value = self.qkv(h, convolved if layer.query_convolution else h, convolved)
-        if h.dtype != jnp.float32:
-            # They are read more than once, and XLA would keep them as the float32 that they were made of.
-            query, key = jax.lax.optimization_barrier((query, key))
-        rotary = context.rotary(self.config).attending
-        key, value = (jnp.repeat(x, self.qkv.group, axis=-2) for x in (key, value))
+        table, of_queries = context.rotary(self.config).attending, convolved if layer.query_convolution else h
+        query, rotated, *grouped = self.qkv.rotated(h, table, of_queries, convolved, keep_normed=True)
+        key, value = (jnp.repeat(x, self.qkv.group, axis=-2) for x in grouped)
         expert_key, expert_value = (x.astype(h.dtype) for x in self.expert_rows(key.shape[-2]))
-        rotated = apply_rotary(query, rotary), apply_rotary(key, rotary)
-        return Heads(h, query, *rotated, value, self.qkv.norm_key(expert_key), expert_value)
+        return Heads(h, query, rotated, key, value, norm_heads(expert_key, self.qkv.norms[1]), expert_value)
 
     def expert_rows(self, heads: int) -> tuple[Float[Array, "E m H k"], Float[Array, "E m H k"]]:
         """Keys, not yet normed like those of chunks, and values."""

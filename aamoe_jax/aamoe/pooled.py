@@ -15,6 +15,7 @@ keys of each, H heads here, k head size. Everything here is float32 (decision 38
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
@@ -90,10 +91,27 @@ def pool(keys: Float[Array, "*r t H k"], size: int) -> Float[Array, "*r groups H
     chunk that holds the one key that the token looks for.
     """
     *rest, count, heads, width = keys.shape
-    groups = keys.astype(jnp.float32).reshape(*rest, count // size, size, heads, width)
-    mean = groups.mean(-3)
-    square, square_of_mean = jnp.square(groups).mean((-3, -1)), jnp.square(mean).mean(-1)
-    return mean * jnp.sqrt((square + 1e-6) / (square_of_mean + 1e-6))[..., None]
+    # Heads side by side while there are many keys: a TPU would copy them for every head by itself.
+    mean, square = (split_heads(x, width) for x in _moments(keys.reshape(*rest, count // size, size, heads * width)))
+    ratio = (square.mean(-1) + 1e-6) / (jnp.square(mean).mean(-1) + 1e-6)
+    return mean * jnp.sqrt(ratio)[..., None]
+
+
+@jax.custom_vjp
+def _moments(x: Float[Array, "*r n d"]) -> tuple[Float[Array, "*r d"], Float[Array, "*r d"]]:
+    """Means of n numbers and of their squares, in float32. Its gradient is as large as x, and made in one pass: left to
+    itself, XLA writes each of its parts."""
+    again = jax.lax.optimization_barrier(x)  # else x is written in float32, for both to read
+    return x.astype(jnp.float32).mean(-2), jnp.square(again.astype(jnp.float32)).mean(-2)
+
+
+def _moments_backward(x, cotangents):
+    d_mean, d_square = (y[..., None, :] / x.shape[-2] for y in cotangents)
+    d_x = (d_mean + 2 * d_square * x.astype(jnp.float32)).astype(x.dtype)
+    return (jax.lax.optimization_barrier(d_x),)
+
+
+_moments.defvjp(lambda x: (_moments(x), x), _moments_backward)
 
 
 def log_choice(

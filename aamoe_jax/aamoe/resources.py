@@ -6,9 +6,11 @@ R = b l + E resources, d width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -45,7 +47,10 @@ def representation_tensor(context: Float[Array, "b L *d"], experts: Float[Array,
     All rows share one table, so the experts are never copied per row. Eq 9 applies W^K (W^V) to the chunk rows alone;
     `context` is therefore given projected, and experts enter verbatim.
     """
-    return jnp.concatenate([context.reshape(-1, *experts.shape[1:]), experts.astype(context.dtype)])
+    m, *heads = experts.shape[1:]
+    rows = (x.reshape(-1, m, math.prod(heads)) for x in (context, experts.astype(context.dtype)))
+    # As they lie: else XLA for TPUs gives every head registers of its own, and copies the table for that and back.
+    return jax.lax.optimization_barrier(jnp.concatenate(list(rows))).reshape(-1, m, *heads)
 
 
 def available_chunks(config: AAMoEConfig, context: Context) -> tuple[Int[Array, "b s"], Bool[Array, "b s l"]]:

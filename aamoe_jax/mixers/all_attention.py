@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import Projection, QueryKeyValue, apply_rotary, merge_heads, residual_gain, split_heads
+from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain, split_heads
 from aamoe_jax.mixers.base import Context, Statistics, causal_mask
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
 from aamoe_jax.mixers.costs import (
@@ -172,6 +172,5 @@ class AllAttention(Part):
 
     def _rotated(self, h: Float[Array, "b L d"], context: Context) -> tuple[Heads, Heads, Groups, Groups]:
         """Queries, queries and keys with their rotary embedding, values; keys and values once for a group of heads."""
-        query, key, value = self.qkv(h)
-        rotary = context.rotary(self.config).attending
-        return query, apply_rotary(query, rotary), apply_rotary(key, rotary), value
+        query, rotated, key, value = self.qkv.rotated(h, context.rotary(self.config).attending, keep_normed=True)
+        return query, rotated, key, value

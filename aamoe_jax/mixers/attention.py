@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import Projection, QueryKeyValue, apply_rotary, merge_heads, residual_gain
+from aamoe_jax.layers import Projection, QueryKeyValue, merge_heads, residual_gain
 from aamoe_jax.mixers.base import Cache, Context, Statistics
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
 from aamoe_jax.mixers.costs import FLOAT, Costs, Loop, Number, Setting, blocks, key_value_cache, projections, rotated
@@ -125,9 +125,8 @@ class CausalAttention(Part):
     def _rotated(
         self, h: Float[Array, "b L d"], context: Context
     ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
-        query, key, value = self.qkv(h)
-        rotary = context.rotary(self.config).attending
-        return apply_rotary(query, rotary), apply_rotary(key, rotary), value
+        query, key, value = self.qkv.rotated(h, context.rotary(self.config).attending)
+        return query, key, value
 
 
 def sampled_logits(at: Setting, most: int = SAMPLED) -> Costs:

@@ -28,14 +28,13 @@ class CausalConvolution(nnx.Module):
         self.kernel = nnx.Param(jnp.zeros((TOKENS_BEFORE, width)), axes=(None, "storage_float32"))
 
     def __call__(self, h: Float[Array, "b L d"], context: Context) -> Float[Array, "b L d"]:
-        length, document = h.shape[1], context.segment_ids
-        window = jnp.concatenate([context.shards.end_of_part_before(h, TOKENS_BEFORE), h], axis=1).astype(jnp.float32)
+        document, before = context.segment_ids, context.shards.end_of_part_before(h, TOKENS_BEFORE)
         result = h.astype(jnp.float32)
         for s in range(1, TOKENS_BEFORE + 1):
             same = document == jnp.pad(document, ((0, 0), (s, 0)))[:, : document.shape[1]]
             same = context.shards.part(same, RESOURCE)[..., None]
-            earlier = window[:, TOKENS_BEFORE - s : TOKENS_BEFORE - s + length]
-            result += jnp.where(same, self.kernel[...][s - 1] * earlier, 0)
+            earlier = jnp.concatenate([before[:, -s:], h], axis=1)[:, : h.shape[1]]
+            result += jnp.where(same, self.kernel[...][s - 1] * earlier.astype(jnp.float32), 0)
         return result
 
     def decode(

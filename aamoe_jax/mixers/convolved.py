@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from aamoe_jax.config import ModelConfig
-from aamoe_jax.layers import apply_rotary, merge_heads
+from aamoe_jax.layers import merge_heads
 from aamoe_jax.mixers.attention import CausalAttention, attend_cached
 from aamoe_jax.mixers.base import Context
 from aamoe_jax.mixers.cache import KeyValueCache, empty_cache
@@ -82,6 +82,6 @@ class ConvolvedAttention(CausalAttention):
         self, h: Float[Array, "b L d"], convolved: Float[Array, "b L d"], context: Context
     ) -> tuple[Float[Array, "b L H k"], Float[Array, "b L G k"], Float[Array, "b L G k"]]:
         convolved = convolved.astype(h.dtype)
-        query, key, value = self.qkv(h, convolved, convolved)
-        rotary = context.rotary(self.config).attending
-        return apply_rotary(query, rotary), apply_rotary(key, rotary), value
+        table = context.rotary(self.config).attending
+        query, key, value = self.qkv.rotated(h, table, convolved, convolved)
+        return query, key, value

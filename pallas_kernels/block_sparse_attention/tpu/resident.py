@@ -19,10 +19,11 @@ from pallas_kernels.block_sparse_attention.block_sizes import BlockSizes
 from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.tpu import compaction, resident_kernels
 from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
-from pallas_kernels.block_sparse_attention.tpu.lanes import from_lanes, to_lanes
+from pallas_kernels.block_sparse_attention.tpu.lanes import from_lanes, pad_rows, to_lanes
 from pallas_kernels.block_sparse_attention.tpu.layout import GROUP, Layout
 from pallas_kernels.block_sparse_attention.tpu.phases import Bounds
 from pallas_kernels.block_sparse_attention.tpu.resident_kernels import Maximum, Tiles
+from pallas_kernels.block_sparse_attention.tpu.words import words
 from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem
 from pallas_kernels.tpu import LANES, LOG2_E, LOWEST, ROWS, compiled_or_interpreted, round_up
 
@@ -65,7 +66,7 @@ class Path(NamedTuple):
         start = start._replace(lse=start.lse - tables.shift)
         # Once for both branches.
         lanes = self._queries(inputs), *(to_lanes(x, self.layout) for x in (inputs.key, inputs.value))
-        given = inputs, lanes, tables, start
+        given = lanes, tables, start
         if inputs.max_score is None:
             whole = self._forward_running(*given)
         else:
@@ -73,24 +74,24 @@ class Path(NamedTuple):
             whole = jax.lax.cond(small, self._forward_bounded, self._forward_running, *given)
         return whole._replace(lse=whole.lse + tables.shift), None
 
-    def _forward_bounded(self, inputs, lanes, tables, start):
+    def _forward_bounded(self, lanes, tables, start):
         # The largest weight of a head is at least exp(-2 SAFE_SCORE), over the pairs. A start that is far above them is
         # taken for as much as float32 can hold: beside it they are lost in rounding either way.
         over = jnp.maximum(start.lse - MOST_START, 0.0)
         total = jnp.exp(start.lse - over)
-        given = inputs, lanes, tables, start.output, total, total
+        given = lanes, tables, start.output, total, total
         sums, (rounded, total) = self._run_forward("bounded", *given)
         return Partial(_divided(sums, rounded), jnp.log(total) + over)
 
-    def _forward_running(self, inputs, lanes, tables, start):
+    def _forward_running(self, lanes, tables, start):
         total = (start.lse > -jnp.inf).astype(jnp.float32)
         top = jnp.maximum(start.lse * LOG2_E, LOWEST)
-        given = inputs, lanes, tables, start.output, top, total
+        given = lanes, tables, start.output, top, total
         sums, (top, total) = self._run_forward("running", *given)
         return Partial(_divided(sums, total), jnp.log(total) + top / LOG2_E)
 
-    def _run_forward(self, maximum: Maximum, inputs: Inputs, lanes, tables: Tables, output, first, total):
-        (queries, key, value), layout, shape = lanes, self.layout, inputs.query.shape
+    def _run_forward(self, maximum: Maximum, lanes, tables: Tables, output, first, total):
+        (queries, key, value), layout, shape = lanes, self.layout, output.shape
         sums = layout_lib.to_rows(output * total[..., None], layout)
         stats = layout_lib.to_stats(first, total, layout)
 
@@ -117,8 +118,10 @@ class Path(NamedTuple):
 
     def _queries(self, inputs: Inputs) -> tuple[Num[Array, "L Q 128"], ...]:
         """Both kinds: in bfloat16 as halves of words."""
-        both = tuple(layout_lib.to_rows(x, self.layout) for x in (inputs.query, inputs.query_expert))
-        return (_words(*both),) if inputs.query.dtype == jnp.bfloat16 else both
+        both = inputs.query, inputs.query_expert
+        if inputs.query.dtype == jnp.bfloat16:
+            return (_words(*both, self.layout),)
+        return tuple(layout_lib.to_rows(x, self.layout) for x in both)
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
         """Every kernel adds to what there is: no gradient is written twice, and none is left unwritten."""
@@ -208,16 +211,16 @@ def _divided(sums: Float[Array, "T H d"], total: Float[Array, "T H"]) -> Float[A
     return sums / jnp.where(total > 0, total, 1.0)[..., None]
 
 
-def _words(low: Float[Array, "*N"], high: Float[Array, "*N"]) -> Num[Array, "*N"]:
+def _words(low: Float[Array, "T H d"], high: Float[Array, "T H d"], layout: Layout) -> Num[Array, "L Q 128"]:
     """Two numbers of bfloat16 in one word."""
-    low, high = (jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in (low, high))
-    return low | (high << 16)
+    lanes = (pad_rows(to_lanes(x, layout, GROUP), round_up(len(x), ROWS)) for x in (low, high))
+    return words(*lanes)
 
 
 def _pack(query: Float[Array, "T H d"], d_output: Float[Array, "T H d"], layout: Layout) -> Num[Array, "L S 128"]:
     """Query and output gradient of a token side by side: halves of a word, or a register each."""
+    if query.dtype == jnp.bfloat16:
+        return _words(query, d_output, layout)
     q, do = (layout_lib.to_rows(x, layout) for x in (query, d_output))
-    if q.dtype == jnp.bfloat16:
-        return _words(q, do)
     both = jnp.stack([x.reshape(len(x), layout.groups, ROWS, LANES) for x in (q, do)], axis=2)
     return both.reshape(len(q), -1, LANES)
