@@ -40,6 +40,15 @@ def test_it_stands_there_once_and_its_tests_exist(name):
         assert isinstance(node, ast.FunctionDef), test
 
 
+def test_the_parameters_of_its_tests_exist():
+    """What pytest does not find would not run, and no bug could be tried again."""
+    named = {test for bug in BUGS.values() for test in bug.tests if "[" in test}
+    files = sorted({test.partition("::")[0] for test in named})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", *files]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not named - set(collected.splitlines())
+
+
 def test_all_are_held_by_results_of_today():
     """After a change of a bug, `python -m tests.deliberate_bugs` tries it again."""
     assert not {name: state for name, state in states(ROOT).items() if state != "held"}
