@@ -1,7 +1,7 @@
 """One layer as a TPU's compiler has it, whole: forward and backward pass of AA-MoE, and of dense attention and a
 feed-forward, with everything that XLA puts around the kernels.
 
-    python -m benchmarks.compiled_layer --tokens=32768 --output=experiments/results/compiled_layer_32k.json
+    python -m benchmarks.compiled_layer --chips=v5e,v6e --output=experiments/results/compiled_layer.json
 
 Needs libtpu (extra `aot`), and minutes and gigabytes of TMPDIR for every layer; what is in the output already is kept,
 so the same command goes on. Every operation of the compiled program counts as the bundles of its listing times the
@@ -309,8 +309,8 @@ def report(record: dict[str, Any]) -> str:
 def define_flags() -> None:
     """The flags of this program."""
     flags.DEFINE_list("chips", ["v5e", "v6e"], f"Which of {', '.join(TPUS)}.")
-    flags.DEFINE_list("lengths", ["2048", "8192"], "L: tokens of a row.")
-    flags.DEFINE_integer("tokens", 0, "Of one device, in as many rows as they fill; 0: one row.", lower_bound=0)
+    flags.DEFINE_list("lengths", ["2048", "8192", "32768"], "L: tokens of a row.")
+    flags.DEFINE_integer("tokens", 32_768, "Of one device, in as many rows as they fill; 0: one row.", lower_bound=0)
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.", required=True)
 
 

@@ -167,19 +167,16 @@ def define_flags() -> None:
     """The flags of this program."""
     tables = [str(RESULTS / f"tpu_schedule{name}.json") for name in ("", "_tiles")]
     flags.DEFINE_list("schedule", tables, "Tables of benchmarks.tpu_schedule.")
-    layers = [str(RESULTS / f"compiled_layer{name}.json") for name in ("_32k", "")]
-    flags.DEFINE_list("compiled", layers, "Tables of benchmarks.compiled_layer.")
+    flags.DEFINE_string("compiled", str(RESULTS / "compiled_layer.json"), "The table of benchmarks.compiled_layer.")
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
 
 
 def main() -> None:
-    schedules, layers = (
-        [json.loads(Path(path).read_text()) for path in paths] for paths in (FLAGS.schedule, FLAGS.compiled)
-    )
+    *schedules, compiled = (json.loads(Path(path).read_text()) for path in (*FLAGS.schedule, FLAGS.compiled))
     record = {
         "command": command_line("benchmarks.layer_model"),
-        "from": [found["command"] for found in (*schedules, *layers)],
-        "rows": model(*([row for found in tables for row in found["rows"]] for tables in (schedules, layers))),
+        "from": [found["command"] for found in (*schedules, compiled)],
+        "rows": model([row for found in schedules for row in found["rows"]], compiled["rows"]),
     }
     publish(record, report(record), FLAGS.output)
 
