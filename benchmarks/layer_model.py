@@ -73,9 +73,8 @@ def layout_of(chip: str, length: int, rows: int = 1) -> Layout:
     chunks, tokens = rows * length // M, rows * length
     slots = min(CONFIG.aamoe.max_resources or UNBOUNDED, length // M + EXPERTS)
     most = most_pairs("prefix", rows, length, slots, BETA, CONFIG.aamoe)
-    problem = Problem(
-        tokens, HEADS, D_HEAD, chunks + EXPERTS, M, slots, jnp.dtype(CONFIG.dtype), chunks, most, D_HEAD**-0.5
-    )
+    sizes = tokens, HEADS, D_HEAD, chunks + EXPERTS, M, slots, jnp.dtype(CONFIG.dtype), chunks, most, D_HEAD**-0.5
+    problem = Problem(*sizes, row_chunks=length // M)
     with chips.assume(chip):
         return resident.plan(problem).layout
 

@@ -206,7 +206,7 @@ def by_schedule(chip: str, implementation: str, shape: Shape, sizes: Sequence[Bl
             results.append(Result(candidate, None, found))
             continue
         costs = {name: {str(path.layout.tile): found * dispatch.REFERENCE_WORK / work}}
-        times = dispatch.modelled(problem, shape.chunks, chip, {name: path}, costs)
+        times = dispatch.modelled(problem, chip, {name: path}, costs)
         results.append(Result(candidate, times[name] / 1e6))
     return results
 

@@ -48,4 +48,4 @@ DEFAULT = BlockSizes()
 
 def pairs_a_tile(rows: float) -> int:
     """The default of TPU kernels: large where resources have `rows` (on average) to fill a tile."""
-    return 512 if rows >= 1024 else 256 if rows >= 384 else 128
+    return 512 if rows >= 1024 else 256 if rows >= 256 else 128

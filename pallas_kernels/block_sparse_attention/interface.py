@@ -80,7 +80,7 @@ def block_sparse_attention(
         0, and what is computed for it alone is left out. A traced value chooses while the program runs: nothing is
         compiled again.
       row_chunks: chunks of one row, where a batch of rows lies flat and no token meets another row's chunks; None: one
-        row. Nothing but the choice of implementation depends on it.
+        row. Nothing but the choice of implementation and of block sizes depends on it.
       implementation: a name in IMPLEMENTATIONS; or "pallas_tpu", the fastest of the three for TPUs by `tpu.dispatch`.
         None: on one device or inside `jax.shard_map`, since the compiler cannot divide a kernel over a mesh,
         "pallas_tpu" on a TPU, and "pallas_gpu" on a Hopper GPU (16-bit floats, d <= 128); "xla" elsewhere. Away from a
@@ -110,9 +110,10 @@ def block_sparse_attention(
     scale = d**-0.5 if scale is None else float(scale)
     most = max(1, min(max_pairs, pairs.resource.size))  # no more pairs than there are slots
     sizes = _require_named(block_sizes, implementation)
-    problem = Problem(tokens, heads, d, resources, m, slots, query.dtype, num_context, most, scale, sizes)
+    sizes_of = tokens, heads, d, resources, m, slots, query.dtype, num_context, most, scale, sizes
+    problem = Problem(*sizes_of, row_chunks)
     if name == FASTEST_TPU:
-        name = f"{FASTEST_TPU}_{dispatch.fastest(problem, num_context if row_chunks is None else row_chunks)}"
+        name = f"{FASTEST_TPU}_{dispatch.fastest(problem)}"
     if name == "reference":
         output, lse, mass = reference.attend(inputs, window, problem)
         return Attention(output, lse, _if_wanted(with_mass, pairs, lambda: jax.lax.stop_gradient(mass)))

@@ -99,6 +99,19 @@ class Problem(NamedTuple):
     max_pairs: int  # at least 1
     scale: float
     block_sizes: BlockSizes = DEFAULT  # those that the caller has set
+    row_chunks: int | None = None  # chunks of one row of the batch; None: it is one row
+
+    @property
+    def experts(self) -> int:
+        """Resources that are not context."""
+        return self.resources - self.num_context
+
+    def met(self, windows: int) -> float:
+        """Resources that each of so many windows of tokens meets, added up over these: all experts, and the chunks of
+        whole rows, or of half a row and the window's own."""
+        rows = max(1.0, self.num_context / max(1, self.row_chunks or self.num_context))
+        share = 1 / windows if rows >= windows else (1 / rows + 1 / windows) / 2
+        return windows * (self.experts + self.num_context * share)
 
 
 class Partial(NamedTuple):

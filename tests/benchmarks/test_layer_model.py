@@ -56,7 +56,7 @@ def test_the_cores_of_a_device_divide_what_has_a_parallel_dimension():
 
 def test_the_parts_of_a_layer_and_its_kernels_add_up():
     (row,) = layer_model.model(schedule_of(["v5e"]), compiled_of(["v5e"], [4096]))
-    routed = layer_model.routed("v5e", 4096, {128: 20.0})
+    routed = layer_model.routed("v5e", 4096, {256: 20.0})
     assert row["aamoe"] == {
         "products": 200.0, "tables": 90.0, "choice": 35.0, "window": 0.0, "rest": 7.0, "attention": routed,
     }  # fmt: skip

@@ -29,7 +29,7 @@ def problem(length: int, pairs: int, experts: int = 64, m: int = 128) -> operati
 @pytest.mark.parametrize("chip", chips.TPUS)
 def test_every_chip_goes_from_dense_to_resident_as_pairs_become_few(chip):
     with chips.assume(chip):
-        everything, few = (dispatch.fastest(problem(2048, pairs), row_chunks=16) for pairs in (70, 4))
+        everything, few = (dispatch.fastest(problem(2048, pairs)) for pairs in (70, 4))
     assert (everything, few) == ("dense", "resident")
 
 
@@ -38,7 +38,7 @@ def test_long_rows_are_gathered_where_fast_memory_is_small():
     for length in (4096, 2**20):
         long = problem(length, 4)
         plans = {path: dispatch.PLANS[path](long) for path in ("resident", "gathered")}
-        times = dispatch.modelled(long, length // 128, "v5p", plans)
+        times = dispatch.modelled(long, "v5p", plans)
         ratios.append(times["resident"] / times["gathered"])
     assert ratios[0] < 1 < ratios[1]
 
@@ -50,7 +50,7 @@ def test_few_tokens_of_many_experts_take_what_moving_the_experts_takes():
     for chip, cores in (("v5e", 1), ("v5p", 2)):  # each core has all keys for its half of the tokens
         with chips.assume(chip):
             plans = {"resident": dispatch.PLANS["resident"](few)}
-        time = dispatch.modelled(few, 1, chip, plans)["resident"]
+        time = dispatch.modelled(few, chip, plans)["resident"]
         limits = chips.TPUS[chip]
         assert time == pytest.approx(cores * moved / (limits.bandwidth * limits.device_cores) * 1e9, rel=0.001)
 
@@ -78,12 +78,31 @@ def test_chips_are_what_jax_takes_them_for(chip):
     assert ours.flops == pytest.approx(theirs.bf16_ops_per_second, rel=0.005)  # 918 or 920 TFLOP/s
 
 
+def test_tiles_are_for_the_resources_that_a_window_meets():
+    """Of sixteen rows flat, a window of a v5e meets 64 experts and a third of the chunks; of one row, two thirds."""
+    flat = problem(2**15, 7)
+    for rows, tile, met in (
+        (1, 256, 3 * 64 + 256 * (1 + 2 + 3) / 3),
+        (16, 256, 3 * 64 + 256),
+        (None, 256, 3 * 64 + 512),
+    ):
+        of_rows = flat._replace(row_chunks=None if rows is None else 256 // rows)
+        assert of_rows.met(3) == pytest.approx(met)
+        with chips.assume("v5e"):
+            layout = resident.plan(of_rows).layout
+        assert (layout.windows, layout.tile) == (3, tile)
+    few = problem(2**15, 4)
+    for rows, tile in ((1, 128), (16, 256)):
+        with chips.assume("v5e"):
+            assert resident.plan(few._replace(row_chunks=256 // rows)).layout.tile == tile
+
+
 def test_what_a_path_refuses_is_not_chosen():
     """Dense attention keeps the gradients of all queries in fast memory: a long batch of short rows does not fit."""
     long = problem(2**18, 10, experts=8)
     with pytest.raises(ValueError, match="VMEM"):
         dispatch.PLANS["dense"](long)
-    assert dispatch.fastest(long, row_chunks=4) in ("resident", "gathered")
+    assert dispatch.fastest(long._replace(row_chunks=4)) in ("resident", "gathered")
 
 
 def test_fast_memory_is_what_the_compiler_uses_or_a_little_more():
@@ -95,7 +114,7 @@ def test_fast_memory_is_what_the_compiler_uses_or_a_little_more():
 
 def test_short_rows_in_a_batch_are_dense_although_the_batch_is_long():
     with chips.assume("v6e"):
-        whole, rows = (dispatch.fastest(problem(2**16, 10, experts=8), row_chunks=n) for n in (512, 4))
+        whole, rows = (dispatch.fastest(problem(2**16, 10, experts=8)._replace(row_chunks=n)) for n in (512, 4))
     assert whole != "dense"
     assert rows == "dense"
 
@@ -116,7 +135,7 @@ def test_the_choice_is_handed_on(monkeypatch):
     for name in ("resident", "gathered", "dense"):
         plan = functools.partial(record, name)
         monkeypatch.setitem(interface.PLANS, f"pallas_tpu_{name}", (plan, operation.XLA_WINDOW))
-    monkeypatch.setattr(dispatch, "fastest", lambda problem, row_chunks: "gathered")
+    monkeypatch.setattr(dispatch, "fastest", lambda problem: "gathered")
     inputs, static = random_inputs(Shape())
     jax.eval_shape(lambda inputs: attend.__wrapped__(inputs, static, "pallas_tpu"), inputs)
     assert called == ["gathered"]

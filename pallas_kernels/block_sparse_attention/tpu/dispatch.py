@@ -32,7 +32,7 @@ PLANS: Mapping[str, Callable[[Problem], Any]] = {
 }
 
 
-def fastest(problem: Problem, row_chunks: int) -> str:
+def fastest(problem: Problem) -> str:
     """`resident`, `gathered` or `dense`: of those that can do it, whichever `modelled` says.
 
     Raises:
@@ -46,13 +46,12 @@ def fastest(problem: Problem, row_chunks: int) -> str:
             refusals.append(f"{path}: {refusal}")
     if not plans:
         raise ValueError("; ".join(refusals))
-    times = modelled(problem, row_chunks, chips.current(), plans)
+    times = modelled(problem, chips.current(), plans)
     return min(times, key=times.__getitem__)
 
 
 def modelled(
     problem: Problem,
-    row_chunks: int,
     chip: str,
     plans: Mapping[str, Any],
     costs: Mapping[str, Mapping[str, float]] | None = None,
@@ -60,8 +59,6 @@ def modelled(
     """Nanoseconds of one forward and backward pass by every path of `plans`: a model, for comparing them.
 
     Args:
-      row_chunks: chunks of one row of the batch; a token meets those of its own row that are complete, half of them
-        on average, and all experts.
       costs: like those of one chip in COSTS; None: its own.
     """
     limits, costs = chips.TPUS[chip], COSTS[chip] if costs is None else costs
@@ -71,13 +68,10 @@ def modelled(
         return time * -(-parts // limits.device_cores) / parts
 
     work = problem.m * problem.heads * problem.d / REFERENCE_WORK
-    experts = problem.resources - problem.num_context
     times = {}
     if "resident" in plans:
-        layout, rows = plans["resident"].layout, max(1.0, problem.tokens / max(1, row_chunks * problem.m))
-        # Of the context chunks, those that the tokens of one window meet: of whole rows, or of half a row and its own.
-        share = 1 / layout.windows if rows >= layout.windows else (1 / rows + 1 / layout.windows) / 2
-        met = layout.windows * (experts + problem.num_context * share)
+        layout = plans["resident"].layout
+        met = problem.met(layout.windows)
         # Of one resource: keys and values in both passes, and their float32 gradients, read and written.
         table_bytes = problem.m * problem.heads * problem.d * (2 * 2 * problem.dtype.itemsize + 2 * 2 * 4)
         issue = work * _pairs(costs["resident"], problem.max_pairs, problem.max_pairs / met, layout.tile)
@@ -88,7 +82,9 @@ def modelled(
         time = work * _pairs(costs["gathered"], problem.max_pairs, rows, tile)
         times["gathered"] = divided(time, plans["gathered"].layout.groups)
     if "dense" in plans:
-        pairs = problem.tokens * (row_chunks / 2 + experts)
+        # A token meets the chunks of its own row that are complete, half of them on average, and all experts.
+        chunks = problem.num_context if problem.row_chunks is None else problem.row_chunks
+        pairs = problem.tokens * (chunks / 2 + problem.experts)
         times["dense"] = divided(work * pairs * min(costs["dense"].values()), plans["dense"].layout.groups)
     return times
 

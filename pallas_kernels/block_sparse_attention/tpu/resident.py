@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels import chips
-from pallas_kernels.block_sparse_attention.block_sizes import BlockSizes
+from pallas_kernels.block_sparse_attention.block_sizes import BlockSizes, pairs_a_tile
 from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.tpu import compaction, resident_kernels
 from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
@@ -189,7 +189,11 @@ def plan(problem: Problem, vmem: int | None = None) -> Path:
     wanted = problem.block_sizes.tokens
     if wanted is not None and round_up(wanted, ROWS) > most_tokens:
         raise ValueError(f"block_sizes.tokens={wanted}; fast memory holds {most_tokens} tokens beside keys and tiles")
-    return Path(problem, choose(most_tokens=most_tokens if wanted is None else round_up(wanted, ROWS)))
+    whole, layout = layout, choose(most_tokens=most_tokens if wanted is None else round_up(wanted, ROWS))
+    if problem.block_sizes.pairs is None:  # of a batch of rows, a window does not meet every resource
+        met = problem.met(layout.windows)
+        layout = layout._replace(tile=min(whole.tile, pairs_a_tile(problem.max_pairs / met)))
+    return Path(problem, layout)
 
 
 def vmem_bytes(layout: Layout, m: int, itemsize: int) -> int:
