@@ -41,7 +41,7 @@ def kernel(
     table = shape((RESOURCES, m, layout.groups * layout.lanes), dtype)
     rows, stats = by_tile((tokens, layout.groups * ROWS, LANES)), by_tile((layout.groups, tokens, LANES))
     vmem = resident.vmem_bytes(layout, m, dtype.itemsize) if vmem is None else vmem
-    options = {"layout": layout, "scale": d**-0.5, "vmem_bytes": vmem, "interpret": False}
+    options = {"layout": layout, "scale": d**-0.5, "vmem_bytes": vmem, "met": 1.0, "interpret": False}
     words, kinds = (F32, 2) if dtype == F32 else (jnp.uint32, 1)
     if name == "backward":
         packed, d_table = (

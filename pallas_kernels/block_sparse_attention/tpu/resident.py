@@ -165,7 +165,8 @@ class Path(NamedTuple):
 
     def _run(self, kernel, *arrays, **options):
         size = vmem_bytes(self.layout, self.problem.m, self.problem.dtype.itemsize)
-        options |= {"layout": self.layout, "scale": self.problem.scale, "vmem_bytes": size}
+        met = self.problem.met(self.layout.windows) / (self.layout.windows * self.problem.resources)
+        options |= {"layout": self.layout, "scale": self.problem.scale, "vmem_bytes": size, "met": met}
         return compiled_or_interpreted(kernel, *arrays, **options)
 
 

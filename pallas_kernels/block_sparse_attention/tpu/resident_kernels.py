@@ -435,10 +435,12 @@ class _Blocks(NamedTuple):
 
 def _call(
     kernel, name, tiles: Tiles, bounds: Bounds, arrays, results, scratch, tables: Sequence[pl.BlockSpec],
-    *, products: int, aliases: Mapping[int, int], layout: Layout, scale: float, vmem_bytes: int, interpret: bool,
+    *, products: int, aliases: Mapping[int, int], layout: Layout, scale: float, vmem_bytes: int, met: float,
+    interpret: bool,
 ):  # fmt: skip
-    """`aliases` of `arrays` alone. Keys, values and their gradients have the blocks `tables`; each score is worth as
-    many `products` of d numbers. Where windows are divided over cores, a grid has as many steps as the longer needs."""
+    """`aliases` of `arrays` alone. Keys, values and their gradients have the blocks `tables`, of which a window meets
+    the share `met`; each score is worth as many `products` of d numbers. Where windows are divided over cores, a grid
+    has as many steps as the longer needs."""
 
     def run(resource, bounds, *refs):
         step = Step.here(pl.program_id(0), pl.program_id(1), bounds, layout.cores)
@@ -467,7 +469,7 @@ def _call(
         cost=pl.CostEstimate(
             flops=2 * products * scores * layout.d,
             transcendentals=scores,
-            bytes_accessed=kept + others // calls,
+            bytes_accessed=int(met * kept) + others // calls,
         ),
         interpret=interpret,
     )
