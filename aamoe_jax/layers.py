@@ -113,10 +113,12 @@ def apply_rotary(x: Float[Array, "*batch k"], table: RotaryTable) -> Float[Array
 
 def norm_heads(x: Float[Array, "*rows H k"], norm: Norm | None) -> Float[Array, "*rows H k"]:
     """Every head normed; without a norm as it is."""
-    k = x.shape[-1]
-    if norm is None or not _takes_kernel(merge_heads(x), k):
-        return x if norm is None else norm(x)
-    return split_heads(norm_rotary(merge_heads(x), k, norm.scale[...], eps=norm.eps)[0], k)
+    if norm is None:
+        return x
+    flat, k = merge_heads(x), x.shape[-1]
+    if not _takes_kernel(flat, k):
+        return norm(x)
+    return split_heads(norm_rotary(flat, k, norm.scale[...], eps=norm.eps)[0], k)
 
 
 def norm_and_rotate(

@@ -2,18 +2,16 @@
 
     python -m benchmarks.layer_model --output=experiments/results/layer_model.json
 
-Modelled nanoseconds a token of one layer, forward and backward, on one device. Nothing was measured. Most
-of it is what the TPU compilers made of both layers (`benchmarks.compiled_layer`); splash attention and the kernel of
-chosen resources are their own schedule (`benchmarks.tpu_schedule`) times CALIBRATION, the latter over the fill of its
-tiles besides, and what it moves in and out of fast memory around a window of tokens is added in full: nothing runs
-beside that. The two cores of a v5p device divide what DIVIDED says. The layers are not of equal quality: `beta`
-resources of m keys or neurons a token, the first of them its local window, stand beside all earlier tokens and 4 D
-neurons.
+Modelled nanoseconds a token of one layer, forward and backward, on one device. Nothing was measured. Most of it is
+what the TPU compilers made of both layers (`benchmarks.compiled_layer`); splash attention and the kernel of chosen
+resources are their own schedule (`benchmarks.tpu_schedule`) times CALIBRATION, the latter over the fill of its tiles
+besides, and what it moves in and out of fast memory around a window of tokens is added in full: nothing runs beside
+that. The two cores of a v5p device divide what DIVIDED says. The layers are not of equal quality: `beta` resources of m
+keys or neurons a token, the first of them its local window, stand beside all earlier tokens and 4 D neurons.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from benchmarks.compiled_layer import CONFIG
 from experiments.program import command_line, plain_table, publish, start
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention.tpu import resident
-from pallas_kernels.block_sparse_attention.tpu.layout import Layout
 from pallas_kernels.block_sparse_attention.types import Problem
 from pallas_kernels.chips import TPUS, Chip
 
@@ -68,21 +65,14 @@ def movement(chip: Chip, moved: float) -> float:
     return 1e9 * moved / (chip.bandwidth * chip.device_cores)
 
 
-def layout_of(chip: str, length: int, rows: int = 1) -> Layout:
+def plan(chip: str, length: int, rows: int = 1) -> resident.Path:
     """The tiles and windows of rows that lie flat."""
     chunks, tokens = rows * length // M, rows * length
     slots = min(CONFIG.aamoe.max_resources or UNBOUNDED, length // M + EXPERTS)
     most = most_pairs("prefix", rows, length, slots, BETA, CONFIG.aamoe)
     sizes = tokens, HEADS, D_HEAD, chunks + EXPERTS, M, slots, jnp.dtype(CONFIG.dtype), chunks, most, D_HEAD**-0.5
-    problem = Problem(*sizes, row_chunks=length // M)
     with chips.assume(chip):
-        return resident.plan(problem).layout
-
-
-def chunks_met(layout: Layout, length: int, rows: int) -> float:
-    """Chunks from the start of a window's first row to its end, mean over windows."""
-    ends = [min(window * layout.tokens, rows * length) for window in range(layout.windows + 1)]
-    return sum(end - begin // length * length for begin, end in itertools.pairwise(ends)) / M / layout.windows
+        return resident.plan(Problem(*sizes, row_chunks=length // M))
 
 
 def fill(tile: int, pairs: float, resources: float) -> float:
@@ -95,11 +85,10 @@ def routed(chip: str, length: int, kernel: dict[int, float], rows: int = 1) -> f
     """Attention over the chosen pairs: issue or the keys and values from HBM, and after that what comes and goes around
     a window. None: the tile of such rows is not tabled.
     """
-    layout = layout_of(chip, length, rows)
+    problem, layout = plan(chip, length, rows)
     if layout.tile not in kernel:
         return None
-    window = rows * length / layout.windows
-    resources = EXPERTS + chunks_met(layout, length, rows)
+    window, resources = rows * length / layout.windows, problem.met(layout.windows) / layout.windows
     issue = kernel[layout.tile] / fill(layout.tile, PAIRS * window, resources)
     # bfloat16 keys and values in both passes; their float32 gradients are read and written.
     table = resources * M * WIDTH * (2 * 4 + 2 * 8)

@@ -86,11 +86,9 @@ def norm_rotary(
         )
     heads, tile = x.shape[-1] // k, min(TILE, round_up(len(flat), STRIP))
     groups = next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n * k <= max(GROUP, k))
-    normed = scale is not None
-    layout = Layout(
-        groups, heads // groups, k, tile, eps if normed else None, rotary is not None, keep_normed or rotary is None
-    )
-    angles = jnp.zeros((len(flat), k)) if rotary is None else jnp.concatenate(rotary, axis=-1).reshape(-1, k)
+    rotate, eps_of_norm = rotary is not None, None if scale is None else eps
+    layout = Layout(groups, heads // groups, k, tile, eps_of_norm, rotate, keep_normed or not rotate)
+    angles = jnp.zeros((tile, k)) if rotary is None else jnp.concatenate(rotary, axis=-1).reshape(-1, k)
     flat, angles = (jnp.pad(y, ((0, -len(y) % tile), (0, 0))) for y in (flat, angles))
     found = _norm_rotary(layout, *varying((flat, angles, jnp.ones(k) if scale is None else scale.astype(F32))))
     return tuple(y[: x.size // x.shape[-1]].reshape(x.shape) for y in found)
@@ -132,8 +130,8 @@ def _lanes(layout: Layout) -> list[slice]:
     return [slice(head * layout.k, (head + 1) * layout.k) for head in range(layout.heads)]
 
 
-def _root_mean_square(x, eps: float):
-    """One over it."""
+def _inverse_rms(x, eps: float):
+    """One over the root mean square of every row."""
     return jax.lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + eps)
 
 
@@ -142,7 +140,7 @@ def _forward_kernel(x, angles, scale, *results, layout: Layout):
         for lanes in _lanes(layout):
             y = x[rows, lanes].astype(F32)
             if layout.eps is not None:
-                y = y * _root_mean_square(y, layout.eps) * scale[:1, :]
+                y = y * _inverse_rms(y, layout.eps) * scale[:1, :]
             if layout.keep_normed:
                 results[0][rows, lanes] = y.astype(x.dtype)
             if layout.rotate:
@@ -164,7 +162,7 @@ def _backward_kernel(x, angles, scale, *others, layout: Layout):
             d_y = functools.reduce(jnp.add, parts)
             if layout.eps is not None:
                 y = x[rows, lanes].astype(F32)
-                inverse = _root_mean_square(y, layout.eps)
+                inverse = _inverse_rms(y, layout.eps)
                 y = y * inverse
                 total += (d_y * y).reshape(-1, ROWS, layout.k).sum(0)
                 d_y = d_y * scale[:1, :]
@@ -195,7 +193,7 @@ def _tokens(layout: Layout) -> pl.BlockSpec:
 
 def _call(kernel, name: str, given, results, *, layout: Layout, interpret: Any) -> tuple:
     x, cotangents = given[0], given[3:]
-    angles = pl.BlockSpec((layout.tile, layout.k), lambda group, tile: (tile, 0))
+    angles = pl.BlockSpec((layout.tile, layout.k), lambda group, tile: (tile if layout.rotate else 0, 0))
     scale = pl.BlockSpec((ROWS, layout.k), lambda group, tile: (0, 0))
     blocks = [_tokens(layout), angles, scale, *[_tokens(layout)] * len(cotangents)]
     moved = [*given, *(jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results)]

@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from aamoe_jax.config import ConfigError, ModelConfig
-from aamoe_jax.layers import apply_rotary, merge_heads, split_heads
+from aamoe_jax.layers import merge_heads, split_heads
 from aamoe_jax.mixers.attention import CausalAttention, sampled_logits
 from aamoe_jax.mixers.base import Context, RotaryTables, Statistics, causal_mask
 from aamoe_jax.mixers.cache import fill_value, mix_values, write_value
@@ -179,9 +179,9 @@ class FixedMapAttention(CausalAttention):
     def _fixed(self, context: Context) -> tuple[Float[Array, "1 s H k"], Float[Array, "1 L G k"]]:
         """Queries of the places here and keys of all places."""
         stream = context.shards.gather(context.fixed.x[self.stream], TENSOR)
-        query, key, _ = self.qkv(stream)
-        rotary = context.fixed.context_of(self.stream, context).rotary(self.config).attending
-        return apply_rotary(query, rotary), context.shards.gather(apply_rotary(key, rotary), RESOURCE)
+        table = context.fixed.context_of(self.stream, context).rotary(self.config).attending
+        query, key, _ = self.qkv.rotated(stream, table)
+        return query, context.shards.gather(key, RESOURCE)
 
     def _values(self, h: Float[Array, "b s d"]) -> Float[Array, "b s G k"]:
         return split_heads(self.qkv.value(h), self.config.head_dim)

@@ -37,7 +37,7 @@ Operand = Callable[[Instruction, int], tuple[Shape, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A Pallas kernel: the work that its author attached, as often as it runs; bytes at least those of its arrays."""
+    """A Pallas kernel: FLOPs and bytes that its author attached, as often as it runs; else the bytes of its arrays."""
 
     name: str
     times: int

@@ -110,8 +110,8 @@ def block_sparse_attention(
     scale = d**-0.5 if scale is None else float(scale)
     most = max(1, min(max_pairs, pairs.resource.size))  # no more pairs than there are slots
     sizes = _require_named(block_sizes, implementation)
-    sizes_of = tokens, heads, d, resources, m, slots, query.dtype, num_context, most, scale, sizes
-    problem = Problem(*sizes_of, row_chunks)
+    shape = tokens, heads, d, resources, m, slots
+    problem = Problem(*shape, query.dtype, num_context, most, scale, sizes, row_chunks)
     if name == FASTEST_TPU:
         name = f"{FASTEST_TPU}_{dispatch.fastest(problem)}"
     if name == "reference":

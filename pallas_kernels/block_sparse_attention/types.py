@@ -3,6 +3,7 @@
 Shapes: T tokens, K slots a token, R resources, m keys a resource, H heads, d head size; b sequences.
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -107,11 +108,11 @@ class Problem(NamedTuple):
         return self.resources - self.num_context
 
     def met(self, windows: int) -> float:
-        """Resources that each of so many windows of tokens meets, added up over these: all experts, and the chunks of
-        whole rows, or of half a row and the window's own."""
-        rows = max(1.0, self.num_context / max(1, self.row_chunks or self.num_context))
-        share = 1 / windows if rows >= windows else (1 / rows + 1 / windows) / 2
-        return windows * (self.experts + self.num_context * share)
+        """Resources that each of so many windows of tokens meets, added up over these: all experts, and the chunks
+        from the start of its first row to its end."""
+        row = max(1, self.row_chunks or self.num_context)
+        ends = [self.num_context * window / windows for window in range(windows + 1)]
+        return windows * self.experts + sum(end - begin // row * row for begin, end in itertools.pairwise(ends))
 
 
 class Partial(NamedTuple):

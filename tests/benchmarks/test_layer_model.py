@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import layer_model
-from pallas_kernels.block_sparse_attention.tpu.layout import Layout
 from pallas_kernels.chips import TPUS
 
 LENGTHS = [2**k for k in range(11, 18)]
@@ -68,7 +67,7 @@ def test_tiles_are_those_of_the_layer_and_as_full_as_its_pairs_make_them():
     """Seven pairs a token beside its window: of 2,048 over 80 resources 179 rows each, of 8,192 over 128 448 rows."""
     around = layer_model.movement(TPUS["v5e"], 1024 * 36)  # what no kernel hides
     for length, tile, rows in ((2048, 128, 179.2), (8192, 256, 448)):
-        assert layer_model.layout_of("v5e", length).tile == tile
+        assert layer_model.plan("v5e", length).layout.tile == tile
         found = layer_model.routed("v5e", length, {tile: 20.0})
         assert found == pytest.approx(7 * 1.35 * 20.0 * (rows + tile / 2) / rows + around)
         assert layer_model.routed("v5e", length, {512: 20.0}) is None
@@ -82,22 +81,6 @@ def test_rows_that_fill_a_device_are_set_against_a_dense_layer_of_as_many_tokens
     assert row["dense"]["attention"] == pytest.approx(1.35 * 12.0 * 2048 / 128 / 2)  # of its rows
     assert row["aamoe"]["attention"] == layer_model.routed("v5e", 2048, dict.fromkeys(TILES, 20.0), rows=4)
     assert layer_model.model(schedule_of(["v5e"]), [ours, dense | {"length": 4096}]) == []
-
-
-@pytest.mark.parametrize(
-    ("windows", "tokens", "length", "rows", "chunks"),
-    [
-        (1, 1024, 1024, 1, 8),
-        (1, 1024, 256, 4, 8),
-        (4, 256, 1024, 1, (2 + 4 + 6 + 8) / 4),  # those before a window too
-        (2, 512, 256, 4, 4),
-        (2, 384, 512, 1, (3 + 4) / 2),  # the last window has one chunk of its own
-        (2, 640, 512, 2, (5 + 4) / 2),  # a window that begins within a row
-    ],
-)
-def test_a_window_meets_the_chunks_of_its_rows_up_to_its_end(windows, tokens, length, rows, chunks):
-    layout = Layout(256, windows, tokens, 1, 8, 128)
-    assert layer_model.chunks_met(layout, length, rows) == chunks
 
 
 def test_kernels_that_issue_nothing_still_move_their_tables():

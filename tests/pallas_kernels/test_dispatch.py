@@ -78,23 +78,32 @@ def test_chips_are_what_jax_takes_them_for(chip):
     assert ours.flops == pytest.approx(theirs.bf16_ops_per_second, rel=0.005)  # 918 or 920 TFLOP/s
 
 
+@pytest.mark.parametrize(
+    ("windows", "row_chunks", "chunks"),
+    [
+        (1, None, 12),
+        (1, 3, 12),
+        (4, None, 3 + 6 + 9 + 12),  # those before a window too
+        (2, 3, 6 + 6),  # whole rows
+        (3, 6, 4 + 8 + 6),  # the second begins within a row, and ends within the next
+        (24, None, 0.5 * sum(range(1, 25))),  # half a chunk each
+    ],
+)
+def test_a_window_meets_all_experts_and_the_chunks_of_its_rows_up_to_its_end(windows, row_chunks, chunks):
+    flat = problem(12 * 128, 7, experts=5)._replace(row_chunks=row_chunks)
+    assert flat.met(windows) == pytest.approx(5 * windows + chunks)
+
+
+def test_without_context_a_window_meets_the_experts_alone():
+    assert problem(12 * 128, 7)._replace(resources=64, num_context=0).met(3) == 3 * 64
+
+
 def test_tiles_are_for_the_resources_that_a_window_meets():
-    """Of sixteen rows flat, a window of a v5e meets 64 experts and a third of the chunks; of one row, two thirds."""
-    flat = problem(2**15, 7)
-    for rows, tile, met in (
-        (1, 256, 3 * 64 + 256 * (1 + 2 + 3) / 3),
-        (16, 256, 3 * 64 + 256),
-        (None, 256, 3 * 64 + 512),
-    ):
-        of_rows = flat._replace(row_chunks=None if rows is None else 256 // rows)
-        assert of_rows.met(3) == pytest.approx(met)
+    """Three windows of a v5e: of one row each meets two thirds of the chunks, of 32 rows little more than its own."""
+    for rows, tile in ((1, 128), (32, 256)):
         with chips.assume("v5e"):
-            layout = resident.plan(of_rows).layout
+            layout = resident.plan(problem(2**15, 4)._replace(row_chunks=256 // rows)).layout
         assert (layout.windows, layout.tile) == (3, tile)
-    few = problem(2**15, 4)
-    for rows, tile in ((1, 128), (16, 256)):
-        with chips.assume("v5e"):
-            assert resident.plan(few._replace(row_chunks=256 // rows)).layout.tile == tile
 
 
 def test_what_a_path_refuses_is_not_chosen():
