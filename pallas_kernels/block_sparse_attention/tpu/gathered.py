@@ -172,7 +172,8 @@ def choose_layout(
     groups = min(round_up(groups, cores), heads)
     heads = -(-heads // groups)
     block_sizes.require_multiple("pairs", LANES)
-    return Layout(block_sizes.pairs or pairs_a_tile(rows), groups, heads, d, _power(-(-heads * d // unit)), halves)
+    # The padding of a tile moves through HBM, which binds here: large tiles need half as many rows again.
+    return Layout(block_sizes.pairs or pairs_a_tile(rows / 1.5), groups, heads, d, _power(-(-heads * d // unit)), halves)
 
 
 def _power(x: int) -> int:
