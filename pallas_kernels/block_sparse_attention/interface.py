@@ -25,7 +25,7 @@ def _plan_on_gpu(problem: Problem) -> Path:
 
 PLANS: dict[str, tuple[Callable[[Problem], Path], LocalWindow]] = {
     "xla": (xla.plan, XLA_WINDOW),
-    "pallas_tpu_resident": (resident.plan, window_lib.ON_TPUS),
+    "pallas_tpu_resident": (resident.plan, window_lib.BY_TOKEN_ON_TPUS),
     "pallas_tpu_gathered": (gathered.plan, window_lib.ON_TPUS),
     "pallas_tpu_dense": (dense.plan, window_lib.LOCAL),
     "pallas_gpu": (_plan_on_gpu, XLA_WINDOW),
@@ -118,8 +118,10 @@ def block_sparse_attention(
         output, lse, mass = reference.attend(inputs, window, problem)
         return Attention(output, lse, _if_wanted(with_mass, pairs, lambda: jax.lax.stop_gradient(mass)))
     inputs, window = varying((inputs, window))
-    _, local = PLANS[name]
-    path = plan(name, problem) if slots > 0 else NoPairs(problem)
+    if slots > 0:
+        path, local = plan(name, problem), PLANS[name][1]
+    else:  # and no kernel that picks tokens
+        path, local = NoPairs(problem), window_lib.ON_TPUS if name.startswith(FASTEST_TPU) else XLA_WINDOW
     tables = path.tables(inputs.pairs)
     output, lse, parts, _ = operation.attend((path, local), inputs, window, tables)
     given = jax.lax.stop_gradient((inputs, tables, parts, lse))

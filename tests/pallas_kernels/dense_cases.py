@@ -41,13 +41,17 @@ def kernels(*, tokens: int = 2048, heads: int = 8, d: int = 128, m: int = 128, d
     return both, (shared, shape(token.shape, F32), token, stats, steps)
 
 
-def window_kernels_alone(*, tokens: int = 2048, heads: int = 8, d: int = 128, m: int = 128, dtype: str = "bfloat16"):
-    """Both kernels of the local window, forward and backward, and their arguments."""
+def window_kernels_alone(
+    *, tokens: int = 2048, heads: int = 8, d: int = 128, m: int = 128, dtype: str = "bfloat16", by_token: bool = False
+):
+    """Both kernels of the local window, forward and backward, and their arguments; a table has experts too."""
     shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(dtype)
     with chips.assume(ONE_CORE):
-        layout = tpu_window.choose_layout((tokens, heads, d), m)
+        layout = tpu_window.choose_layout((tokens, heads, d), m, by_token)
     tokens = layout.tiles * layout.tile
-    token = shape((tokens, layout.groups * layout.lanes), dtype)
+    token, table = (
+        shape((length, layout.groups * layout.lanes), dtype) for length in (tokens, tokens + EXPERTS * layout.tile)
+    )
     stats = shape((layout.groups, layout.heads, tokens), F32)
     options = {"layout": layout, "scale": d**-0.5, "interpret": False}
 
@@ -55,7 +59,7 @@ def window_kernels_alone(*, tokens: int = 2048, heads: int = 8, d: int = 128, m:
         gradients = window_kernels.backward(shared, d_output, lse, lse, **options)
         return window_kernels.forward(shared, **options), gradients
 
-    return both, (window_kernels.Arrays(shape((tokens,), INT), token, token, token), token, stats)
+    return both, (window_kernels.Arrays(shape((tokens,), INT), token, table, table), token, stats)
 
 
 def attention(*, tokens: int, heads: int, d: int, m: int, slots: int, dtype: str = "bfloat16"):

@@ -81,20 +81,31 @@ def test_many_tokens_make_small_groups_of_heads_and_too_many_are_refused():
         Shape(tokens=24, m=8, num_context=3, segments=3),
         Shape(tokens=390, m=130, num_context=3, experts=0, slots=3),  # two tiles, the window one and a bit of registers
         Shape(tokens=384, m=128, num_context=3, heads=3, d=512, segments=2),  # three tiles, two groups of heads
+        Shape(tokens=256, m=64, num_context=4, heads=3, d=128, experts=3),  # experts' rows end within a tile
+        Shape(tokens=256, m=128, num_context=2, heads=2, d=256, experts=3),  # and here they do not
     ],
     ids=lambda shape: f"{shape.tokens} tokens, m={shape.m}",
 )
-def test_the_window_kernels_are_the_window(shape):
+@pytest.mark.parametrize("local", [tpu_window.LOCAL, tpu_window.BY_TOKEN], ids=["by lanes", "by token"])
+def test_the_window_kernels_are_the_window(shape, local):
     inputs, _ = random_inputs(shape)
-    here, there = (_window(inputs, local) for local in (XLA_WINDOW, tpu_window.LOCAL))
+    here, there = (_window(inputs, x) for x in (XLA_WINDOW, local))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(there), jax.tree.leaves(here), strict=True):
         assert_close(a, b, 1e-5, jax.tree_util.keystr(path))
 
 
-def test_the_window_kernels_stay_within_their_arrays(monkeypatch, capfd):
-    inputs, _ = random_inputs(Shape(tokens=390, m=130, num_context=3, experts=0, slots=3))
+@pytest.mark.parametrize(
+    ("shape", "local"),
+    [
+        (Shape(tokens=390, m=130, num_context=3, experts=0, slots=3), tpu_window.LOCAL),
+        (Shape(tokens=256, m=128, num_context=2, heads=2, d=256, experts=3), tpu_window.BY_TOKEN),
+    ],
+    ids=["by lanes", "by token"],
+)
+def test_the_window_kernels_stay_within_their_arrays(shape, local, monkeypatch, capfd):
+    inputs, _ = random_inputs(shape)
     with as_compiled(tpu_window, monkeypatch):
-        simulated = jax.block_until_ready(_window.__wrapped__(inputs, tpu_window.LOCAL))
+        simulated = jax.block_until_ready(_window.__wrapped__(inputs, local))
     assert "RACE DETECTED" not in capfd.readouterr().out
     jax.tree.map(lambda a, b: assert_close(a, b, 1e-5, "simulated"), simulated, _window(inputs, XLA_WINDOW))
 

@@ -173,7 +173,8 @@ def choose_layout(
     heads = -(-heads // groups)
     block_sizes.require_multiple("pairs", LANES)
     # The padding of a tile moves through HBM, which binds here: large tiles need half as many rows again.
-    return Layout(block_sizes.pairs or pairs_a_tile(rows / 1.5), groups, heads, d, _power(-(-heads * d // unit)), halves)
+    tile = block_sizes.pairs or pairs_a_tile(rows / 1.5)
+    return Layout(tile, groups, heads, d, _power(-(-heads * d // unit)), halves)
 
 
 def _power(x: int) -> int:

@@ -17,41 +17,47 @@ from pallas_kernels.block_sparse_attention.tpu import window_kernels
 from pallas_kernels.block_sparse_attention.tpu.lanes import from_lanes, group_heads, pad_rows, to_lanes, to_stats
 from pallas_kernels.block_sparse_attention.tpu.window_kernels import Arrays, Layout
 from pallas_kernels.block_sparse_attention.types import Cotangents, Inputs, Partial, Window
-from pallas_kernels.tpu import LANES, compiled_or_interpreted, round_up
+from pallas_kernels.tpu import LANES, ROWS, compiled_or_interpreted, round_up
 
 MOST_KEYS = 512  # of a chunk: tiles grow with it, and fast memory does not
 GROUP_ELEMENTS = 512 * 1024  # tokens of a tile times lanes of a group: what fast memory holds of ten or so arrays
 
 
-def window_attention(inputs: Inputs, window: Window, scale: float) -> Partial:
-    """See `block_sparse_attention.window.window_attention`."""
-    (tokens, heads, d), layout = inputs.query.shape, choose_layout(inputs.query.shape, inputs.key.shape[1])
+def window_attention(inputs: Inputs, window: Window, scale: float, by_token: bool = False) -> Partial:
+    """See `block_sparse_attention.window.window_attention`.
+
+    Args:
+      by_token: that whoever takes the output, or adds to the gradient of the queries, picks tokens: they are written
+        as such kernels take them, where a head fills registers. Else heads lie side by side, as for products.
+    """
+    tokens, heads, d = shape = inputs.query.shape
+    layout = choose_layout(shape, inputs.key.shape[1], by_token)
     given = _arrays(inputs, window, layout)
     output, lse = compiled_or_interpreted(window_kernels.forward, given, layout=layout, scale=scale)
     lse = lse.reshape(-1, lse.shape[-1])[:heads, :tokens].T + window.bias.astype(jnp.float32)[:, None]
-    return Partial(from_lanes(output[:tokens], layout, heads, d), lse)
+    return Partial(_heads(output[:tokens], layout, heads, d), lse)
 
 
 def window_gradients(
-    inputs: Inputs, window: Window, cotangents: Cotangents, scale: float
+    inputs: Inputs, window: Window, cotangents: Cotangents, scale: float, by_token: bool = False
 ) -> tuple[Float[Array, "T H d"], Float[Array, "R m H d"], Float[Array, "R m H d"], Float[Array, "T"]]:
-    """See `block_sparse_attention.window.window_gradients`."""
+    """See `block_sparse_attention.window.window_gradients`; `by_token` as in `window_attention`."""
     (tokens, heads, d), shape = inputs.query.shape, inputs.key.shape
-    layout = choose_layout(inputs.query.shape, shape[1])
+    layout, rows = choose_layout(inputs.query.shape, shape[1], by_token), shape[0] * shape[1]
     all_tokens, (d_output, lse, delta) = layout.tiles * layout.tile, cotangents
     rest = lse - window.bias.astype(jnp.float32)[:, None]  # inf where there is no window: no weight
     stats = (to_stats(x, layout, all_tokens, fill=0.0) for x in (rest, delta))
     given = _arrays(inputs, window, layout), pad_rows(to_lanes(d_output, layout), all_tokens), *stats
-    *d_arrays, d_bias = compiled_or_interpreted(window_kernels.backward, *given, layout=layout, scale=scale)
-    d_query, *d_tables = (x[:tokens] for x in d_arrays)
+    d_query, *d_tables, d_bias = compiled_or_interpreted(window_kernels.backward, *given, layout=layout, scale=scale)
     # The window is of context chunks, the first rows of the tables. They are padded as they lie: splitting
     # the heads first would cost a copy, and whatever adds to these gradients wants them in lanes again.
-    padded = (pad_rows(x, shape[0] * shape[1]).reshape(*shape[:2], -1) for x in d_tables)
-    d_query, d_key, d_value = (from_lanes(x, layout, heads, d) for x in (d_query, *padded))
-    return d_query, d_key, d_value, d_bias.sum((0, 1))[:tokens]
+    d_tables = (x if len(x) == rows else pad_rows(x[:tokens], rows) for x in d_tables)
+    d_key, d_value = (from_lanes(x.reshape(*shape[:2], -1), layout, heads, d) for x in d_tables)
+    return _heads(d_query[:tokens], layout, heads, d), d_key, d_value, d_bias.sum((0, 1))[:tokens]
 
 
 LOCAL = LocalWindow(window_attention, window_gradients)
+BY_TOKEN = LocalWindow(*(functools.partial(function, by_token=True) for function in LOCAL))
 
 
 def _on_tpus(kernel: Callable, elsewhere: Callable) -> Callable:
@@ -65,16 +71,23 @@ def _on_tpus(kernel: Callable, elsewhere: Callable) -> Callable:
     return either
 
 
-ON_TPUS = LocalWindow(*map(_on_tpus, LOCAL, XLA_WINDOW))
+ON_TPUS, BY_TOKEN_ON_TPUS = (LocalWindow(*map(_on_tpus, local, XLA_WINDOW)) for local in (LOCAL, BY_TOKEN))
 """The kernels on a TPU; plain XLA for longer chunks, and elsewhere, where kernels would be interpreted."""
 
 
-def choose_layout(shape: tuple[int, ...], m: int) -> Layout:
+def choose_layout(shape: tuple[int, ...], m: int, by_token: bool = False) -> Layout:
     """The shortest tiles in which no token sees past the one before: more than a window is wasted work."""
     tokens, heads, d = shape
     tile = round_up(m, LANES)
     lanes, cores = GROUP_ELEMENTS // max(tile, 512), chips.current_chip().device_cores
-    return Layout(tile, -(-tokens // tile), m, *group_heads(heads, d, lanes, cores))
+    layout = Layout(tile, -(-tokens // tile), m, *group_heads(heads, d, lanes, cores))
+    whole = layout.d % LANES == 0 and (layout.groups == 1 or layout.lanes % (ROWS * LANES) == 0)
+    return layout._replace(by_token=by_token and whole)
+
+
+def _heads(x: Float[Array, "T *X"], layout: Layout, heads: int, d: int) -> Float[Array, "T H d"]:
+    """Of a result: registers of a token are its heads, or rows of them."""
+    return from_lanes(x.reshape(len(x), -1), layout, heads, d)
 
 
 def _arrays(inputs: Inputs, window: Window, layout: Layout) -> Arrays:
