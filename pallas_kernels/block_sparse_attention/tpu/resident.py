@@ -72,6 +72,8 @@ class Path(NamedTuple):
         else:
             small = inputs.max_score <= SAFE_SCORE
             whole = jax.lax.cond(small, self._forward_bounded, self._forward_running, *given)
+        # XLA would move what is done with the output into the branches, and do it twice.
+        whole = jax.lax.optimization_barrier(whole)
         return whole._replace(lse=whole.lse + tables.shift), None
 
     def _forward_bounded(self, lanes, tables, start):
