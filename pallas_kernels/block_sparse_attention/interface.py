@@ -79,8 +79,8 @@ def block_sparse_attention(
       with_mass: whether the mass is wanted, which most steps of a training run do without. Where it is not, mass is
         0, and what is computed for it alone is left out. A traced value chooses while the program runs: nothing is
         compiled again.
-      row_chunks: chunks of one row, where a batch of rows lies flat and no token meets another row's chunks; None: one
-        row. Nothing but the choice of implementation and of block sizes depends on it.
+      row_chunks: chunks of one row, where a batch of rows of equal length lies flat. A pair with another row's chunk is
+        hidden, like one with no resource. None: one row.
       implementation: a name in IMPLEMENTATIONS; or "pallas_tpu", the fastest of the three for TPUs by `tpu.dispatch`.
         None: on one device or inside `jax.shard_map`, since the compiler cannot divide a kernel over a mesh,
         "pallas_tpu" on a TPU, and "pallas_gpu" on a Hopper GPU (16-bit floats, d <= 128); "xla" elsewhere. Away from a
@@ -103,15 +103,16 @@ def block_sparse_attention(
     inputs = Inputs(query, query_expert, key, value, pairs, max_score)
     require_float(name, query=query)
     _check_shapes(inputs, window, num_context, max_pairs)
+    _check_rows(len(query), num_context, row_chunks)
     if name == "pallas_gpu" and not chips.takes_gpu_kernels(f"implementation={name!r}"):
         name, block_sizes = "xla", None
-    inputs = inputs._replace(pairs=_hide_unknown(pairs, len(key)))
     (tokens, heads, d), (resources, m), slots = query.shape, key.shape[:2], pairs.resource.shape[1]
     scale = d**-0.5 if scale is None else float(scale)
     most = max(1, min(max_pairs, pairs.resource.size))  # no more pairs than there are slots
     sizes = _require_named(block_sizes, implementation)
     shape = tokens, heads, d, resources, m, slots
     problem = Problem(*shape, query.dtype, num_context, most, scale, sizes, row_chunks)
+    inputs = inputs._replace(pairs=_hide_unknown(pairs, problem))
     if name == FASTEST_TPU:
         name = f"{FASTEST_TPU}_{dispatch.fastest(problem)}"
     if name == "reference":
@@ -172,14 +173,31 @@ def _require_named(block_sizes: BlockSizes | None, implementation: str | None) -
     return block_sizes or DEFAULT
 
 
-def _hide_unknown(pairs: Pairs, resources: int) -> Pairs:
-    """A pair whose resource is not in the table has number R and bias -inf. It is in no tile of `tables.build` or of
-    `compaction.build`, and in no row that `dense` shows; a path for which every pair must be in a tile clips it."""
-    known = (pairs.resource >= 0) & (pairs.resource < resources)
+def _hide_unknown(pairs: Pairs, problem: Problem) -> Pairs:
+    """A pair whose resource is not in the table, or of another row, has number R and bias -inf. It is in no tile of
+    `tables.build` or of `compaction.build`, and in no row that `dense` shows; a path for which every pair must be in a
+    tile clips it."""
+    resource, resources = pairs.resource, problem.resources
+    known = (resource >= 0) & (resource < resources)
+    if problem.rows > 1:
+        chunks = problem.num_context // problem.rows
+        first = jnp.arange(problem.tokens)[:, None] // (problem.tokens // problem.rows) * chunks
+        known &= (resource >= problem.num_context) | ((resource >= first) & (resource < first + chunks))
     return pairs._replace(
-        resource=jnp.where(known, pairs.resource, resources),
+        resource=jnp.where(known, resource, resources),
         bias=jnp.where(known, pairs.bias, -jnp.inf),
     )
+
+
+def _check_rows(tokens: int, num_context: int, row_chunks: int | None) -> None:
+    """Refuses rows that are not all of one length."""
+    if row_chunks is None or num_context == 0:
+        return
+    if row_chunks < 1 or num_context % row_chunks or tokens % (num_context // row_chunks):
+        raise ValueError(
+            f"row_chunks={row_chunks}; wanted a number of chunks that divides num_context={num_context} into rows, as "
+            f"many as divide {tokens} tokens"
+        )
 
 
 def _check_shapes(inputs: Inputs, window: Window | None, num_context: int, max_pairs: int) -> None:

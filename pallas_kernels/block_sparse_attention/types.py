@@ -107,10 +107,15 @@ class Problem(NamedTuple):
         """Resources that are not context."""
         return self.resources - self.num_context
 
+    @property
+    def rows(self) -> int:
+        """Of the batch."""
+        return self.num_context // self.row_chunks if self.row_chunks and self.num_context else 1
+
     def met(self, windows: int) -> float:
         """Resources that each of so many windows of tokens meets, added up over these: all experts, and the chunks
         from the start of its first row to its end."""
-        row = max(1, self.row_chunks or self.num_context)
+        row = max(1, self.num_context // self.rows)
         ends = [self.num_context * window / windows for window in range(windows + 1)]
         return windows * self.experts + sum(end - begin // row * row for begin, end in itertools.pairwise(ends))
 

@@ -115,6 +115,15 @@ class BlockSparseAttentionTest:
         for (path, a), e in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
             assert_close(a, e, 1e-5, jax.tree_util.keystr(path))
 
+    def test_a_chunk_of_another_row_is_hidden(self):
+        """As by its bias: half of what these three rows of two chunks want."""
+        inputs, static = random_inputs(Shape(tokens=48, num_context=6, count=4))
+        rows = static._replace(row_chunks=2)
+        actual = evaluate(inputs, rows, self.implementation)
+        expected = self.expected(without_other_rows(inputs, rows), static)
+        for (path, a), e in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+            assert_close(a, e, 1e-5, jax.tree_util.keystr(path))
+
     def test_masses_sum_to_one(self):
         """Where there is no window, and something is seen."""
         inputs, static = random_inputs(Shape(count=3))
@@ -226,6 +235,15 @@ def unknown_resources(inputs: Inputs) -> tuple[Inputs, Inputs]:
     unknown = pairs._replace(resource=jnp.where(bad, which, pairs.resource))
     hidden = pairs._replace(bias=jnp.where(bad, -jnp.inf, pairs.bias))
     return inputs._replace(pairs=unknown), inputs._replace(pairs=hidden)
+
+
+def without_other_rows(inputs: Inputs, static: Static) -> Inputs:
+    """What is of another row hidden by bias -inf."""
+    pairs, rows = inputs.pairs, static.num_context // static.row_chunks
+    row = np.arange(len(inputs.query)) * rows // len(inputs.query)
+    other = (pairs.resource < static.num_context) & (pairs.resource // static.row_chunks != row[:, None])
+    assert other.any()
+    return inputs._replace(pairs=pairs._replace(bias=jnp.where(other, -jnp.inf, pairs.bias)))
 
 
 @st.composite

@@ -54,6 +54,7 @@ class Static(NamedTuple):
     max_pairs: int
     scale: float | None = None
     block_sizes: BlockSizes | None = None
+    row_chunks: int | None = None
 
 
 class Gradients(NamedTuple):

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chips
-from pallas_kernels.block_sparse_attention import block_sparse_attention, interface, operation
+from pallas_kernels.block_sparse_attention import BlockSizes, block_sparse_attention, interface, operation
 from pallas_kernels.block_sparse_attention.tpu import resident
 from pallas_kernels.block_sparse_attention.tpu.layout import Layout
 from pallas_kernels.tpu import BOUNDS_CHECKS
@@ -21,6 +21,7 @@ from tests.pallas_kernels.base import (
     assert_close,
     attend,
     unknown_resources,
+    without_other_rows,
 )
 from tests.pallas_kernels.cases import Inputs, Shape, Static, evaluate, naive, random_inputs
 
@@ -83,6 +84,15 @@ class TestPallasTpuResident(TpuAttentionTest):
             actual, expected = (evaluate(unknown, static, name), evaluate(hidden, static, "reference"))
         jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "windows"), actual, expected)
 
+    @pytest.mark.parametrize(("size", "experts"), [(40, 2), (40, 0), (16, 3)])
+    def test_windows_of_several_rows_and_of_parts_of_one(self, size, experts):
+        """A window numbers the chunks of its rows alone; the empty tile is none of them, where there is no expert."""
+        inputs, static = random_inputs(Shape(tokens=96, num_context=12, experts=experts, count=4))
+        rows = static._replace(row_chunks=4, block_sizes=BlockSizes(tokens=size))
+        actual = evaluate(inputs, rows, self.implementation)
+        expected = self.expected(without_other_rows(inputs, rows), static)
+        jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "windows"), actual, expected)
+
     @pytest.mark.parametrize(("bounded", "cores"), [(True, 2), (False, 1)])
     def test_the_code_that_a_tpu_runs_has_no_races(self, bounded, cores, monkeypatch, capfd):
         """The chip's memories and copies, simulated, over windows of several tiles with both kinds of queries, the last
@@ -138,6 +148,7 @@ def test_default_is_an_implementation_for_this_device():
         ({"num_context": 6}, "num_context=6; wanted 0 to 5"),
         ({"max_pairs": -1}, "max_pairs=-1"),
         ({"num_context": 2}, "number of tokens is 24; wanted 16"),
+        ({"row_chunks": 2}, "row_chunks=2; wanted a number of chunks that divides num_context=3 into rows"),
     ],
 )
 def test_refusals_name_the_argument(change, message):

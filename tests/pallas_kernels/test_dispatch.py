@@ -99,11 +99,22 @@ def test_without_context_a_window_meets_the_experts_alone():
 
 
 def test_tiles_are_for_the_resources_that_a_window_meets():
-    """Three windows of a v5e: of one row each meets two thirds of the chunks, of 32 rows little more than its own."""
-    for rows, tile in ((1, 128), (32, 256)):
+    """Windows of a v5e: of one row each meets two thirds of the chunks, of 32 rows little more than its own."""
+    for rows, windows, tile in ((1, 3, 128), (32, 4, 256)):
         with chips.assume("v5e"):
             layout = resident.plan(problem(2**15, 4)._replace(row_chunks=256 // rows)).layout
-        assert (layout.windows, layout.tile) == (3, tile)
+        assert (layout.windows, layout.tile) == (windows, tile)
+
+
+@pytest.mark.parametrize(("chip", "windows"), [("v5e", [3, 4, 4, 4, 3]), ("v5p", [6, 8, 8, 8, 6])])
+def test_windows_end_with_rows_where_that_takes_few_more(chip, windows):
+    """One row of 256 chunks, 2, 4 and 16; and three of 85, which no number of windows near fits."""
+    with chips.assume(chip):
+        layouts = [
+            resident.plan(problem(128 * rows * chunks, 4)._replace(row_chunks=chunks)).layout
+            for rows, chunks in ((1, 256), (2, 128), (4, 64), (16, 16), (5, 51))
+        ]
+    assert [layout.windows for layout in layouts] == windows
 
 
 def test_what_a_path_refuses_is_not_chosen():

@@ -62,11 +62,13 @@ def choose(
     most_tokens: int,
     block_sizes: BlockSizes = DEFAULT,
     cores: int = 1,
+    batch: int = 1,
 ) -> Layout:
     """Groups of heads that fill a register a token; large tiles where resources have rows (on average) to fill them.
 
     Windows of equal size, of at most `most_tokens`; the last may have fewer, or none. Where the groups cannot be
-    divided over the `cores` of a device, windows are.
+    divided over the `cores` of a device, windows are. Of a `batch` of rows a window is some, or a part of one, where
+    that takes no more than half as many windows again: then there are few chunks that its tokens may meet.
     """
     d = 2 ** math.ceil(math.log2(d)) if d < LANES else round_up(d, LANES)
     if d > GROUP:
@@ -74,6 +76,10 @@ def choose(
     groups = -(-heads // min(TOTAL, GROUP // d))
     cores = 1 if groups % cores == 0 else cores
     windows = max(-(-tokens // most_tokens), cores)
+    if batch > 1:
+        more = range(windows, windows * 3 // 2 + 1)
+        whole = (n for n in more if (n % batch == 0 or batch % n == 0) and tokens % (n * ROWS) == 0 and n % cores == 0)
+        windows = next(whole, windows)
     size = round_up(-(-tokens // windows), PIECE if windows > 1 else ROWS)
     if size > most_tokens:
         size = round_up(-(-tokens // windows), ROWS)

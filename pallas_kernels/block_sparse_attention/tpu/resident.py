@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention.block_sizes import BlockSizes, pairs_a_tile
@@ -56,10 +56,36 @@ class Path(NamedTuple):
         bias = jax.lax.stop_gradient(pairs.bias.astype(jnp.float32))  # its gradient is that of `inputs`
         used = jnp.arange(problem.slots) < pairs.count[:, None]
         shift = finite(jnp.where(used, bias, -jnp.inf).max(1, keepdims=True, initial=-jnp.inf) + SAFE_SCORE)
-        resources = problem.resources
-        places = compaction.build(pairs.resource, pairs.count, resources, problem.max_pairs, layout)
+        # In a window there are only the chunks of its rows.
+        chunks, resources = self._chunks, self._resources
+        first = self._first_chunk(jnp.arange(problem.tokens)[:, None] // layout.tokens)
+        local = pairs.resource - jnp.where(pairs.resource < problem.num_context, first, problem.num_context - chunks)
+        places = compaction.build(local, pairs.count, resources, problem.max_pairs, layout)
         tiles = compaction.to_tiles(bias - shift, pairs.visible, places, resources, layout)
-        return Tables(places, Tiles(places.resource % resources, *tiles), shift)
+        window, local = jnp.divmod(places.resource, resources)
+        resource = local + jnp.where(local < chunks, self._first_chunk(window), problem.num_context - chunks)
+        # The last tile, which is empty, may be of a chunk that there is not.
+        return Tables(places, Tiles(jnp.minimum(resource, problem.resources - 1), *tiles), shift)
+
+    def _first_chunk(self, window: Int[Array, "*N"]) -> Int[Array, "*N"]:
+        """Of the row in which a window begins."""
+        problem = self.problem
+        row = window * self.layout.tokens // max(1, problem.tokens // problem.rows)
+        return row * (problem.num_context // problem.rows)
+
+    @property
+    def _chunks(self) -> int:
+        """Of the rows that a window has tokens of; where most are."""
+        problem, size = self.problem, self.layout.tokens
+        length = max(1, problem.tokens // problem.rows)
+        begins = range(0, max(1, problem.tokens), size)
+        rows = max((min(begin + size, problem.tokens) - 1) // length - begin // length + 1 for begin in begins)
+        return max(1, rows) * (problem.num_context // problem.rows)
+
+    @property
+    def _resources(self) -> int:
+        """Those chunks, and all experts."""
+        return self._chunks + self.problem.experts
 
     def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, None]:
         """From the start's sums on. Scores that are known to stay small need no running maximum."""
@@ -153,14 +179,14 @@ class Path(NamedTuple):
 
     def _from_tiles(self, x: Float[Array, "N 1 t"], tables: Tables) -> Float[Array, "T K"]:
         """0 where a slot has no pair."""
-        found = compaction.from_tiles(x, tables.tiles.row, tables.places, self.problem.resources, self.layout)
+        found = compaction.from_tiles(x, tables.tiles.row, tables.places, self._resources, self.layout)
         return found[: self.problem.tokens, : self.problem.slots]
 
     def _bounds(self, tables: Tables) -> Bounds:
         """Of all windows; the last dimension is of those that the cores of a device take at the same time."""
-        (_, resource, begin), resources = tables.places, self.problem.resources
+        (_, resource, begin), resources = tables.places, self._resources
         window = jnp.arange(self.layout.windows)
-        first, experts, last = (begin[window * resources + r] for r in (0, self.problem.num_context, resources))
+        first, experts, last = (begin[window * resources + r] for r in (0, self._chunks, resources))
         first = jnp.where(first < last, first, len(resource) - 1)  # a window without pairs: the empty tile
         bounds = Bounds(first, experts, jnp.maximum(last - first, 1), window)
         return jax.tree.map(lambda x: x.reshape(-1, self.layout.cores), bounds)
@@ -192,7 +218,11 @@ def plan(problem: Problem, vmem: int | None = None) -> Path:
     wanted = problem.block_sizes.tokens
     if wanted is not None and round_up(wanted, ROWS) > most_tokens:
         raise ValueError(f"block_sizes.tokens={wanted}; fast memory holds {most_tokens} tokens beside keys and tiles")
-    whole, layout = layout, choose(most_tokens=most_tokens if wanted is None else round_up(wanted, ROWS))
+    whole = layout
+    if wanted is None:
+        layout = choose(most_tokens=most_tokens, batch=problem.rows)
+    else:
+        layout = choose(most_tokens=round_up(wanted, ROWS))
     if problem.block_sizes.pairs is None:  # of a batch of rows, a window does not meet every resource
         met = problem.met(layout.windows)
         layout = layout._replace(tile=min(whole.tile, pairs_a_tile(problem.max_pairs / met)))
