@@ -70,6 +70,8 @@ class Path(NamedTuple):
     def _first_chunk(self, window: Int[Array, "*N"]) -> Int[Array, "*N"]:
         """Of the row in which a window begins."""
         problem = self.problem
+        if problem.rows == 1:
+            return jnp.zeros_like(window)
         row = window * self.layout.tokens // max(1, problem.tokens // problem.rows)
         return row * (problem.num_context // problem.rows)
 
