@@ -122,6 +122,15 @@ class TestPallasTpuResident(TpuAttentionTest):
         assert np.all(is_slot.sum(1) == 1)
         np.testing.assert_array_equal(np.sort(3 * token + is_slot.argmax(1)), np.flatnonzero(~np.asarray(unknown)))
 
+    def test_the_empty_tile_is_of_a_resource_in_the_table(self):
+        """The last window begins in the last of three rows: of the two that a window may have there is one."""
+        inputs, static = random_inputs(Shape(tokens=96, num_context=12, experts=0, count=4))
+        path = resident.Path(problem_of(inputs, static)._replace(row_chunks=4), Layout(128, 3, 40, 1, 2, 4))
+        tiles = path.tables(inputs.pairs).tiles
+        assert tiles.resource.min() >= 0
+        assert tiles.resource.max() < 12
+        assert not np.any(np.asarray(tiles.row)[-1] < 40)
+
     def test_keys_that_fast_memory_cannot_hold_are_refused(self):
         inputs, static = random_inputs(Shape())
         problem = problem_of(inputs, static)._replace(m=4096, heads=16, d=128)

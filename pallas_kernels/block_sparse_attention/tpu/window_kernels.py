@@ -69,6 +69,11 @@ def _hide(step, shift_ref, segment_ref, segments, layout: Layout) -> None:
     shift_ref[...] = jnp.where(seen, 0.0, -jnp.inf)
 
 
+def _flat(ref, layout: Layout):
+    """A block of tokens' registers as rows."""
+    return ref.reshape(layout.tile * layout.lanes // LANES, LANES)
+
+
 def _write(ref, h: int, x, layout: Layout, interpret: bool) -> None:
     """What a head gives: lanes of all tokens, or some rows of every token's registers."""
     if not layout.by_token:
@@ -77,10 +82,10 @@ def _write(ref, h: int, x, layout: Layout, interpret: bool) -> None:
     size, rows = layout.lanes // LANES, layout.d // LANES
     for row in range(rows):
         number, some = h * rows + row, x[:, row * LANES : (row + 1) * LANES]
-        if interpret:  # which knows references of no other shape; compiled, the index would cost a third of the kernel
+        if interpret:  # which knows no reference by another shape; compiled, this would cost a third of the kernel
             ref[:, number, :] = some
         else:
-            ref.reshape(layout.tile * size, LANES)[pl.ds(number, layout.tile, stride=size), :] = some
+            _flat(ref, layout)[pl.ds(number, layout.tile, stride=size), :] = some
 
 
 def _forward_kernel(
