@@ -180,8 +180,8 @@ def _hide_unknown(pairs: Pairs, problem: Problem) -> Pairs:
     resource, resources = pairs.resource, problem.resources
     known = (resource >= 0) & (resource < resources)
     if problem.rows > 1:
-        chunks = problem.num_context // problem.rows
-        first = jnp.arange(problem.tokens)[:, None] // (problem.tokens // problem.rows) * chunks
+        chunks = problem.chunks_of_row
+        first = jnp.arange(problem.tokens)[:, None] // problem.row_length * chunks
         known &= (resource >= problem.num_context) | ((resource >= first) & (resource < first + chunks))
     return pairs._replace(
         resource=jnp.where(known, resource, resources),

@@ -109,13 +109,23 @@ class Problem(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of the batch."""
+        """Rows of the batch."""
         return self.num_context // self.row_chunks if self.row_chunks and self.num_context else 1
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row."""
+        return max(1, self.tokens // self.rows)
+
+    @property
+    def chunks_of_row(self) -> int:
+        """Resources of the context that a row has."""
+        return self.num_context // self.rows
 
     def met(self, windows: int) -> float:
         """Resources that each of so many windows of tokens meets, added up over these: all experts, and the chunks
         from the start of its first row to its end."""
-        row = max(1, self.num_context // self.rows)
+        row = max(1, self.chunks_of_row)
         ends = [self.num_context * window / windows for window in range(windows + 1)]
         return windows * self.experts + sum(end - begin // row * row for begin, end in itertools.pairwise(ends))
 

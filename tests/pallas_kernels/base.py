@@ -116,7 +116,7 @@ class BlockSparseAttentionTest:
             assert_close(a, e, 1e-5, jax.tree_util.keystr(path))
 
     def test_a_chunk_of_another_row_is_hidden(self):
-        """As by its bias: half of what these three rows of two chunks want."""
+        """As by its bias: most of what these three rows of two chunks want."""
         inputs, static = random_inputs(Shape(tokens=48, num_context=6, count=4))
         rows = static._replace(row_chunks=2)
         actual = evaluate(inputs, rows, self.implementation)

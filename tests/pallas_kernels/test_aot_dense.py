@@ -42,6 +42,8 @@ KERNELS = {
         ("kernels", {"dtype": "float32", "heads": 2}),
         ("window_kernels_alone", {"d": 64, "heads": 5, "m": 64}),
         ("window_kernels_alone", {"d": 256, "heads": 8}),
+        ("window_kernels_alone", {"heads": 16, "by_token": True}),
+        ("window_kernels_alone", {"d": 256, "heads": 2, "by_token": True}),
         ("window_kernels_alone", {"m": 512, "heads": 2}),
         ("window_kernels_alone", {"dtype": "float32", "heads": 2}),
     ],

@@ -108,7 +108,7 @@ def test_tiles_are_for_the_resources_that_a_window_meets():
 
 @pytest.mark.parametrize(("chip", "windows"), [("v5e", [3, 4, 4, 4, 3]), ("v5p", [6, 8, 8, 8, 6])])
 def test_windows_end_with_rows_where_that_takes_few_more(chip, windows):
-    """One row of 256 chunks, 2, 4 and 16; and three of 85, which no number of windows near fits."""
+    """As many tokens in 1, 2, 4 and 16 rows; and five rows, which no such number of windows fits."""
     with chips.assume(chip):
         layouts = [
             resident.plan(problem(128 * rows * chunks, 4)._replace(row_chunks=chunks)).layout

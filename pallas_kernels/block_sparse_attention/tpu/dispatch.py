@@ -83,8 +83,7 @@ def modelled(
         times["gathered"] = divided(time, plans["gathered"].layout.groups)
     if "dense" in plans:
         # A token meets the chunks of its own row that are complete, half of them on average, and all experts.
-        chunks = problem.num_context if problem.row_chunks is None else problem.row_chunks
-        pairs = problem.tokens * (chunks / 2 + problem.experts)
+        pairs = problem.tokens * (problem.chunks_of_row / 2 + problem.experts)
         times["dense"] = divided(work * pairs * min(costs["dense"].values()), plans["dense"].layout.groups)
     return times
 

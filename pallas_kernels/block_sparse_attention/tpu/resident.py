@@ -72,17 +72,15 @@ class Path(NamedTuple):
         problem = self.problem
         if problem.rows == 1:
             return jnp.zeros_like(window)
-        row = window * self.layout.tokens // max(1, problem.tokens // problem.rows)
-        return row * (problem.num_context // problem.rows)
+        return window * self.layout.tokens // problem.row_length * problem.chunks_of_row
 
     @property
     def _chunks(self) -> int:
         """Of the rows that a window has tokens of; where most are."""
-        problem, size = self.problem, self.layout.tokens
-        length = max(1, problem.tokens // problem.rows)
-        begins = range(0, max(1, problem.tokens), size)
-        rows = max((min(begin + size, problem.tokens) - 1) // length - begin // length + 1 for begin in begins)
-        return max(1, rows) * (problem.num_context // problem.rows)
+        size, tokens, length = self.layout.tokens, max(1, self.problem.tokens), self.problem.row_length
+        begins = range(0, tokens, size)
+        rows = max((min(begin + size, tokens) - 1) // length - begin // length + 1 for begin in begins)
+        return rows * self.problem.chunks_of_row
 
     @property
     def _resources(self) -> int:

@@ -27,8 +27,8 @@ def window_attention(inputs: Inputs, window: Window, scale: float, by_token: boo
     """See `block_sparse_attention.window.window_attention`.
 
     Args:
-      by_token: that whoever takes the output, or adds to the gradient of the queries, picks tokens: they are written
-        as such kernels take them, where a head fills registers. Else heads lie side by side, as for products.
+      by_token: every token of the output, and of the gradient of the queries, has registers of its own, as kernels that
+        pick tokens take it; only where a head fills registers. Else heads lie side by side, as matrix products take it.
     """
     tokens, heads, d = shape = inputs.query.shape
     layout = choose_layout(shape, inputs.key.shape[1], by_token)

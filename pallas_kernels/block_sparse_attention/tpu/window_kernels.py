@@ -70,7 +70,7 @@ def _hide(step, shift_ref, segment_ref, segments, layout: Layout) -> None:
 
 
 def _flat(ref, layout: Layout):
-    """A block of tokens' registers as rows."""
+    """A block of tokens' registers, one row after the other."""
     return ref.reshape(layout.tile * layout.lanes // LANES, LANES)
 
 
@@ -82,7 +82,7 @@ def _write(ref, h: int, x, layout: Layout, interpret: bool) -> None:
     size, rows = layout.lanes // LANES, layout.d // LANES
     for row in range(rows):
         number, some = h * rows + row, x[:, row * LANES : (row + 1) * LANES]
-        if interpret:  # which knows no reference by another shape; compiled, this would cost a third of the kernel
+        if interpret:  # which cannot reshape a reference; compiled, a strided store takes fewer bundles than this
             ref[:, number, :] = some
         else:
             _flat(ref, layout)[pl.ds(number, layout.tile, stride=size), :] = some
