@@ -5,9 +5,10 @@
 Modelled nanoseconds a token of one layer, forward and backward, on one device. Nothing was measured. Most of it is
 what the TPU compilers made of both layers (`benchmarks.compiled_layer`); splash attention and the kernel of chosen
 resources are their own schedule (`benchmarks.tpu_schedule`) times CALIBRATION, the latter over the fill of its tiles
-besides, and what it moves in and out of fast memory around a window of tokens is added in full: nothing runs beside
-that. The two cores of a v5p device divide what DIVIDED says. The layers are not of equal quality: `beta` resources of m
-keys or neurons a token, the first of them its local window, stand beside all earlier tokens and 4 D neurons.
+besides, and what it does around a window of tokens, its copies to and from fast memory among it, is added in full:
+nothing runs beside that. The two cores of a v5p device divide what DIVIDED says. The layers are not of equal quality:
+`beta` resources of m keys or neurons a token, the first of them its local window, stand beside all earlier tokens and
+4 D neurons.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ GROUPS = {
     "window": ("window",),
 }
 """Parts of the compiled layer that stand together; all others are the rest."""
+
+AROUND = 10.2
+"""Bundles a token beside its pairs, 8 heads of 128: outputs times totals where a window begins, over them where it ends
+(3.5 and 3.8), gradients cleared (1.0) and converted (twice 0.9). From the listings of both kernels on a v5e."""
 
 WIDTH, HEADS, D_HEAD = CONFIG.d_model, CONFIG.num_heads, CONFIG.head_dim
 M, EXPERTS, BETA = CONFIG.aamoe.chunk_size, CONFIG.aamoe.num_experts, CONFIG.betas[0]
@@ -92,10 +97,11 @@ def routed(chip: str, length: int, kernel: dict[int, float], rows: int = 1) -> f
     issue = kernel[layout.tile] / fill(layout.tile, PAIRS * window, resources)
     # bfloat16 keys and values in both passes; their float32 gradients are read and written.
     table = resources * M * WIDTH * (2 * 4 + 2 * 8)
-    # Queries in, sums in and out; queries with the output's gradient in, gradients of queries in and out. There are two
-    # kinds of query, of bfloat16 at first: sums and gradients are float32.
-    around = WIDTH * (2 * 2 + 2 * 4 + 2 * 2 * 2 + 2 * 2 * 4)
-    return max(PAIRS * CALIBRATION * issue, movement(TPUS[chip], table / window)) + movement(TPUS[chip], around)
+    # Both kinds of query in, the output in and out in float32; both with the output's gradient in, the local window's
+    # gradient of the query in, in float32, and those of both out.
+    moved = WIDTH * (2 * 2 + 2 * 4 + 2 * 2 * 2 + 4 + 2 * 2)
+    around = movement(TPUS[chip], moved) + CALIBRATION * 1e9 * AROUND / (TPUS[chip].clock * TPUS[chip].device_cores)
+    return max(PAIRS * CALIBRATION * issue, movement(TPUS[chip], table / window)) + around
 
 
 def grouped(parts: dict[str, float]) -> dict[str, float]:
@@ -142,9 +148,10 @@ def report(record: dict[str, Any]) -> str:
         f"feed-forward of width {4 * WIDTH}, rows of L tokens. Modelled from what the compilers made of both, not "
         "measured: splash attention and the kernel of chosen resources by their schedules times "
         f"{CALIBRATION:g}, the latter with its tiles as full as pairs that are spread evenly make them, and copies "
-        "around a window added in full; everything else by its listing, or at HBM's bandwidth. `tables` is what "
-        "surrounds the kernel of chosen resources, `choice` router, selection and budget. A v5p device has two cores, "
-        "which divide both kernels, but for splash attention's backward pass. The two layers are not of equal quality.",
+        "and loops around a window added in full; everything else by its listing, or at HBM's bandwidth. `tables` is "
+        "what surrounds the kernel of chosen resources, `choice` router, selection and budget. A v5p device has two "
+        "cores, which divide both kernels, but for splash attention's backward pass. The two layers are not of equal "
+        "quality.",
         plain_table(heads, "l" + "r" * (len(heads) - 1), rows),
         measure.closing(record["command"], f"From: {', '.join(f'`{command}`' for command in record['from'])}"),
     ]

@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from pallas_kernels import chips
+from pallas_kernels.varying import varying
 
 F32 = jnp.float32
 ROWS, LANES = 8, 128  # one vector register of 32-bit numbers
@@ -42,6 +43,12 @@ def row_major(x: Array) -> Array:
     """x with its last dimension along a TPU's lanes, as kernels take arrays: XLA may choose another, and copies what
     enters and leaves every kernel. Where TPU kernels are not the default nothing changes."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if chips.kernels_by_default() else x
+
+
+def unwritten(like: Array, dtype: Any = None) -> Array:
+    """An array of this shape that a kernel writes: nothing is filled in before."""
+    x = jax.lax.empty(like.shape, like.dtype if dtype is None else dtype)
+    return varying(x, jax.typeof(like).manual_axis_type.varying)
 
 
 def compiled_or_interpreted(kernel: Callable, *arrays: Any, **options: Any):

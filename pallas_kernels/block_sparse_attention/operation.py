@@ -51,7 +51,8 @@ class Path(Protocol):
         log-sum-exp."""
 
     def backward(self, inputs: Inputs, tables: Any, cotangents: Cotangents, start: Gradients) -> Gradients:
-        """Adds the gradients through the routed pairs to `start`."""
+        """Adds the gradients through the routed pairs to those of `start`, which has none of `query_expert` and `bias`,
+        and finishes them."""
 
 
 class NoPairs(NamedTuple):
@@ -71,7 +72,7 @@ class NoPairs(NamedTuple):
         return jnp.zeros_like(inputs.pairs.bias, jnp.float32)
 
     def backward(self, inputs: Inputs, tables: None, cotangents: Cotangents, start: Gradients) -> Gradients:
-        return start
+        return start.finished(self.problem)
 
 
 def _attend(how, inputs: Inputs, window: Window | None, tables) -> tuple[Array, Array, Any, Array]:
@@ -96,7 +97,7 @@ def _forward(how, inputs, window, tables):
 def _backward(how, residuals, cotangents):
     """Gradients from the saved global log-sum-exp: scores are recomputed, nothing of size pairs x m was kept."""
     (path, local), (inputs, window, tables, whole) = how, residuals
-    query, pairs = inputs.query, inputs.pairs
+    pairs = inputs.pairs
     d_output, d_lse, *_ = cotangents
     some = whole.lse > -jnp.inf  # a token that attends to nothing: every gradient exactly 0, whatever its cotangents
     d_output = jnp.where(some[..., None], d_output, 0)
@@ -111,8 +112,6 @@ def _backward(how, residuals, cotangents):
         d_window = Window._make((d_bias.astype(window.bias.dtype), None))
 
     *d_arrays, d_bias = path.backward(inputs, tables, given, start)
-    scales = path.problem.scale, path.problem.scale, path.problem.scale, 1.0
-    d_arrays = [(x * scale).astype(query.dtype) for x, scale in zip(d_arrays, scales, strict=True)]
     d_pairs = Pairs._make((None, d_bias.astype(pairs.bias.dtype), None, None))
     return Inputs._make((*d_arrays, d_pairs, None)), d_window, None
 

@@ -146,10 +146,15 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """In float32; those of queries and keys still lack the factor `scale`."""
+    """In float32, and those of queries and keys without the factor `scale`, until they are `finished`."""
 
     query: Float[Array, "T H d"]
     query_expert: Float[Array, "T H d"]
     key: Float[Array, "R m H d"]
     value: Float[Array, "R m H d"]
     bias: Float[Array, "T K"]
+
+    def finished(self, problem: Problem) -> "Gradients":
+        """Those of the problem's inputs, in their type; of the bias in float32."""
+        scaled = [x * problem.scale for x in (self.query, self.query_expert, self.key)]
+        return Gradients._make((*(x.astype(problem.dtype) for x in (*scaled, self.value)), self.bias))

@@ -135,7 +135,7 @@ class Path(NamedTuple):
         state = d_queries, start.key, start.value, jnp.zeros_like(numbering.token, jnp.float32)
         d_queries, d_key, d_value, d_bias_P = jax.lax.fori_loop(0, self._steps(tables), step, state)
         d_bias = start.bias + tables_lib.to_slots(d_bias_P, numbering, self.problem.slots)
-        return Gradients(d_queries[:tokens], d_queries[tokens:], d_key, d_value, d_bias)
+        return Gradients(d_queries[:tokens], d_queries[tokens:], d_key, d_value, d_bias).finished(self.problem)
 
 
 def _both_kinds(query: Float[Array, "T H d"], query_expert: Float[Array, "T H d"]) -> Float[Array, "T2 H d"]:

@@ -48,11 +48,12 @@ def kernel(
             shape((tokens, kinds * layout.groups * ROWS, LANES), words),
             by_tile((layout.cores, *table.shape)),
         )
-        changed = (rows, rows), by_tile((layout.groups, TILES, 1, tile)), d_table, d_table
-        arrays = *changed, (packed, packed), stats, table, table, tiles, bounds
+        d_query = shape(rows.shape, dtype)
+        changed = (d_query, d_query), by_tile((layout.groups, TILES, 1, tile)), d_table, d_table
+        arrays = *changed, rows, (packed, packed), stats, table, table, tiles, bounds
         return functools.partial(resident_kernels.backward, **options), arrays
     maximum = {"forward": "bounded", "forward_running": "running"}[name]
-    arrays = rows, stats, (shape(rows.shape, words),) * kinds, table, table, tiles, bounds
+    arrays = rows, stats, rows, (shape(rows.shape, words),) * kinds, table, table, tiles, bounds
     return functools.partial(resident_kernels.forward, maximum=maximum, **options), arrays
 
 

@@ -98,8 +98,8 @@ class TestPallasTpuResident(TpuAttentionTest):
         """The chip's memories and copies, simulated, over windows of several tiles with both kinds of queries, the last
         one shorter, or of two cores: nothing is read before it has arrived, or overwritten before it was read; what was
         never written is NaN."""
-        inputs, static = random_inputs(Shape(tokens=40, m=8, num_context=5, d=8, count=4, bounded=bounded))
-        layout = Layout(tile=16, windows=2 + cores, tokens=16, groups=1, heads=2, d=8, cores=cores)
+        inputs, static = random_inputs(Shape(tokens=56, m=8, num_context=7, d=8, count=4, bounded=bounded))
+        layout = Layout(tile=16, windows=2 + cores, tokens=24, groups=1, heads=2, d=8, cores=cores)
         monkeypatch.setitem(interface.PLANS, "few", (lambda p: resident.Path(p, layout), operation.XLA_WINDOW))
         compiled = lambda kernel, *arrays, **options: kernel(*arrays, **options, interpret=False)  # noqa: E731
         monkeypatch.setattr(resident, "compiled_or_interpreted", compiled)
@@ -108,6 +108,22 @@ class TestPallasTpuResident(TpuAttentionTest):
             actual = jax.block_until_ready(jax.jit(lambda x: evaluate(x, static, "few"))(inputs))
         assert "RACE DETECTED" not in capfd.readouterr().out
         jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "simulated"), actual, evaluate(inputs, static, "reference"))
+
+    def test_a_window_without_context_or_without_experts_is_written(self, monkeypatch):
+        """Windows of 16 tokens: one meets experts alone, one context alone, one nothing. What nobody writes is NaN."""
+        inputs, static = random_inputs(Shape(tokens=48, m=8, num_context=6, experts=3, d=8, slots=3, count=3))
+        window, slot = jnp.divmod(jnp.arange(48), 16)[0][:, None], jnp.arange(3)
+        pairs = inputs.pairs._replace(
+            resource=jnp.where(window == 0, 6 + slot, slot),
+            count=jnp.where(window[:, 0] == 2, 0, jnp.where(window[:, 0] == 1, 2, 3)),
+        )
+        inputs = inputs._replace(pairs=pairs)
+        nothing = lambda like, dtype=None: jnp.full(like.shape, jnp.nan, dtype or like.dtype)  # noqa: E731
+        monkeypatch.setattr(resident, "unwritten", nothing)
+        monkeypatch.setitem(interface.PLANS, "written", (resident.plan, operation.XLA_WINDOW))
+        actual = evaluate(inputs, static._replace(block_sizes=BlockSizes(tokens=16)), "written")
+        expected = evaluate(inputs, static, "reference")
+        jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "windows"), actual, expected)
 
     def test_a_resource_that_is_not_in_the_table_is_in_no_tile(self):
         """Of no window: a tile adds to the sums of several rows at once, which must be of different tokens."""

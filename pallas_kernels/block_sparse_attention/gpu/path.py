@@ -83,13 +83,14 @@ class Path(NamedTuple):
 
         d_query_TKSHd = _to_slots(d_query_SNtHd[..., : problem.d], tiles).astype(jnp.float32)
         expert = tiles.expert_TK[..., None, None, None]
-        return Gradients(
+        found = Gradients(
             start.query + jnp.where(expert, 0.0, d_query_TKSHd).sum((1, 2)),
             start.query_expert + jnp.where(expert, d_query_TKSHd, 0.0).sum((1, 2)),
             start.key + d_key,
             start.value + d_value,
             start.bias + _to_slots(d_bias_SNHt.sum(2)[..., None], tiles).sum((2, 3)),
         )
+        return found.finished(problem)
 
 
 def plan(problem: Problem) -> Path:

@@ -102,7 +102,7 @@ class Path(NamedTuple):
         d_queries = (x if blocks else jnp.zeros_like(x) for x, blocks in zip(d_query, layout.blocks, strict=True))
         d_bias = _to_slots(d_rows.sum(0).reshape(-1, d_rows.shape[-1]), tables.chosen)
         routed = Gradients._make((*d_queries, self._resources(d_key), self._resources(d_value), d_bias))
-        return jax.tree.map(jnp.add, start, routed)
+        return jax.tree.map(jnp.add, start, routed).finished(self.problem)
 
     def _arrays(self, inputs: Inputs, tables: Tables) -> Arrays:
         pairs, layout = inputs.pairs, self.layout

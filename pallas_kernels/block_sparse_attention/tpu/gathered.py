@@ -118,7 +118,8 @@ class Path(NamedTuple):
         d_key, d_value = (jnp.where(visited, from_lanes(x, layout, *key.shape[2:]), 0.0) for x in (d_key, d_value))
         d_bias = d_bias.sum(0).reshape(-1)[tables.row]
         d_bias = tables_lib.to_slots(d_bias, by_resource.numbering, self.problem.slots)
-        return Gradients(d_query, d_query_expert, start.key + d_key, start.value + d_value, start.bias + d_bias)
+        found = Gradients(d_query, d_query_expert, start.key + d_key, start.value + d_value, start.bias + d_bias)
+        return found.finished(self.problem)
 
     def _tiles(self, pairs: Pairs, tables: Tables) -> Tiles:
         by_resource = tables.by_resource

@@ -20,12 +20,12 @@ from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.tpu import compaction, resident_kernels
 from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
 from pallas_kernels.block_sparse_attention.tpu.lanes import from_lanes, pad_rows, to_lanes
-from pallas_kernels.block_sparse_attention.tpu.layout import GROUP, Layout
+from pallas_kernels.block_sparse_attention.tpu.layout import GROUP, PIECE, Layout
 from pallas_kernels.block_sparse_attention.tpu.phases import Bounds
 from pallas_kernels.block_sparse_attention.tpu.resident_kernels import Maximum, Tiles
 from pallas_kernels.block_sparse_attention.tpu.words import words
 from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem
-from pallas_kernels.tpu import LANES, LOG2_E, LOWEST, ROWS, compiled_or_interpreted, round_up
+from pallas_kernels.tpu import LANES, LOG2_E, LOWEST, ROWS, compiled_or_interpreted, round_up, unwritten
 
 SAFE_SCORE = 30.0  # exp(-2 * 30), the least that the largest weight can be, is far from the smallest float32
 MOST_START = 60.0  # beside sums of exp(60), all weights of a token are less than a rounding
@@ -108,27 +108,27 @@ class Path(NamedTuple):
         over = jnp.maximum(start.lse - MOST_START, 0.0)
         total = jnp.exp(start.lse - over)
         given = lanes, tables, start.output, total, total
-        sums, (rounded, total) = self._run_forward("bounded", *given)
-        return Partial(_divided(sums, rounded), jnp.log(total) + over)
+        output, (_, total) = self._run_forward("bounded", *given)
+        return Partial(output, jnp.log(total) + over)
 
     def _forward_running(self, lanes, tables, start):
         total = (start.lse > -jnp.inf).astype(jnp.float32)
         top = jnp.maximum(start.lse * LOG2_E, LOWEST)
         given = lanes, tables, start.output, top, total
-        sums, (top, total) = self._run_forward("running", *given)
-        return Partial(_divided(sums, total), jnp.log(total) + top / LOG2_E)
+        output, (top, total) = self._run_forward("running", *given)
+        return Partial(output, jnp.log(total) + top / LOG2_E)
 
     def _run_forward(self, maximum: Maximum, lanes, tables: Tables, output, first, total):
         (queries, key, value), layout, shape = lanes, self.layout, output.shape
-        sums = layout_lib.to_rows(output * total[..., None], layout)
+        start = layout_lib.to_rows(output, layout)
         stats = layout_lib.to_stats(first, total, layout)
 
         def window(state, bounds):
-            arrays = *state, queries, key, value, tables.tiles, bounds
+            arrays = *state, start, queries, key, value, tables.tiles, bounds
             return self._run(resident_kernels.forward, *arrays, maximum=maximum), None
 
-        (sums, stats), _ = jax.lax.scan(window, (sums, stats), self._bounds(tables))
-        return layout_lib.from_rows(sums, layout, shape), layout_lib.from_stats(stats, layout, shape[:2])
+        (output, stats), _ = jax.lax.scan(window, (unwritten(start), stats), self._bounds(tables))
+        return layout_lib.from_rows(output, layout, shape), layout_lib.from_stats(stats, layout, shape[:2])
 
     def mass(self, inputs: Inputs, tables: Tables, parts: None, lse: Float[Array, "T H"]) -> Float[Array, "T K"]:
         """By scores that are computed once more: it is asked for seldom, and would be dear beside the output."""
@@ -152,30 +152,31 @@ class Path(NamedTuple):
         return tuple(layout_lib.to_rows(x, self.layout) for x in both)
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
-        """Every kernel adds to what there is: no gradient is written twice, and none is left unwritten."""
+        """Gradients of queries are written window by window; keys, values and biases are added to."""
         query, query_expert, key, value, *_ = inputs
         layout, problem, tiles = self.layout, self.problem, tables.tiles
         cores = functools.partial(jnp.pad, pad_width=[(0, layout.cores - 1), *[(0, 0)] * 3])  # zeros for the others
         d_output, lse, delta = cotangents
         packed = tuple(_pack(x, d_output, layout) for x in (query, query_expert))
         stats = layout_lib.to_stats(lse - tables.shift, delta, layout, padding=-LOWEST)  # no weight, whatever the bias
-        d_queries = tuple(layout_lib.to_rows(x, layout) for x in (start.query, start.query_expert))
+        of_window = layout_lib.to_rows(start.query, layout)
         key, value, d_key, d_value = (to_lanes(x, layout) for x in (key, value, start.key, start.value))
         d_key, d_value = cores(d_key[None]), cores(d_value[None])
 
         def window(state, bounds):
             *d_queries, d_bias, d_key, d_value = self._run(
-                resident_kernels.backward, *state, packed, stats, key, value, tiles, bounds
+                resident_kernels.backward, *state, of_window, packed, stats, key, value, tiles, bounds
             )
             return (tuple(d_queries), d_bias, d_key, d_value), None
 
         d_bias = jnp.zeros_like(d_key, shape=(layout.groups, len(tiles.resource), 1, layout.tile))
+        d_queries = unwritten(of_window, problem.dtype), unwritten(of_window, problem.dtype)
         state, _ = jax.lax.scan(window, (d_queries, d_bias, d_key, d_value), self._bounds(tables))
         d_queries, d_bias, d_key, d_value = state
         d_query, d_query_expert = (layout_lib.from_rows(x, layout, query.shape) for x in d_queries)
         d_key, d_value = (from_lanes(x.sum(0), layout, problem.heads, problem.d) for x in (d_key, d_value))
-        d_bias = self._from_tiles(d_bias.sum(0), tables)
-        return Gradients(d_query, d_query_expert, d_key, d_value, start.bias + d_bias)
+        d_key, d_value = ((x * y).astype(problem.dtype) for x, y in ((d_key, problem.scale), (d_value, 1.0)))
+        return Gradients(d_query, d_query_expert, d_key, d_value, self._from_tiles(d_bias.sum(0), tables))
 
     def _from_tiles(self, x: Float[Array, "N 1 t"], tables: Tables) -> Float[Array, "T K"]:
         """0 where a slot has no pair."""
@@ -239,13 +240,10 @@ def vmem_bytes(layout: Layout, m: int, itemsize: int) -> int:
     packed = token if itemsize == 2 else 2 * token
     table = 2 * m * layout.lanes  # of one array, in two buffers
     forward = layout.slots * (2 * token + stats) + 2 * layout.tile * (2 * token + stats) + table * 2 * itemsize
-    # Gradients of keys and values come in and go out.
+    # Gradients of keys and values come in and go out; those of queries leave in the type of the queries.
     backward = (layout.slots + 2 * layout.tile) * (packed + token + stats) + table * (2 * itemsize + 4 * 4)
+    backward += 2 * PIECE * GROUP * itemsize
     return max(forward, backward) + itemsize * (2**20 + 3 * m * layout.lanes)
-
-
-def _divided(sums: Float[Array, "T H d"], total: Float[Array, "T H"]) -> Float[Array, "T H d"]:
-    return sums / jnp.where(total > 0, total, 1.0)[..., None]
 
 
 def _words(low: Float[Array, "T H d"], high: Float[Array, "T H d"], layout: Layout) -> Num[Array, "L Q 128"]:

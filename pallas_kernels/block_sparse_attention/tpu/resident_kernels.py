@@ -23,7 +23,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.block_sparse_attention.tpu.layout import TOTAL, Layout
+from pallas_kernels.block_sparse_attention.tpu.jobs import (
+    COLUMNS,
+    Job,
+    Sums,
+    by_head,
+    later,
+    load,
+    own,
+    stack,
+    staggered,
+)
+from pallas_kernels.block_sparse_attention.tpu.layout import PIECE, TOTAL, Layout
 from pallas_kernels.block_sparse_attention.tpu.phases import (
     Bounds,
     Phases,
@@ -34,10 +45,14 @@ from pallas_kernels.block_sparse_attention.tpu.phases import (
     overlapped,
     row_slice,
 )
-from pallas_kernels.block_sparse_attention.tpu.slots import Memory, clear, load_kind
+from pallas_kernels.block_sparse_attention.tpu.slots import (
+    Memory,
+    clear,
+    clear_tokens,
+    load_kind,
+    scale_heads,
+)
 from pallas_kernels.tpu import F32, LANES, LOG2_E, ROWS, call, dot
-
-COLUMNS = 256  # tokens whose scores are worked on together: their registers do not spill
 
 ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)  # a kernel copies what it needs itself
 
@@ -54,118 +69,24 @@ class Tiles(NamedTuple):
     visible: Int[Array, "N 1 t"]
 
 
-def _staggered(jobs: Sequence, *stages: Callable[[Any, Any], Any], between: Callable[[int, int], None]) -> list:
-    """Takes every job through the stages, each a stage behind the job before it, and returns what the last ones gave.
-
-    Neighbours are then independent, and the compiler, which mostly keeps the order of the source, finds work for the
-    slots that one job's latency leaves empty.
-    """
-    state: list = [None] * len(jobs)
-    steps = len(jobs) + len(stages) - 1
-    for step in range(steps):
-        for depth, stage in enumerate(stages):
-            if 0 <= step - depth < len(jobs):
-                state[step - depth] = stage(jobs[step - depth], state[step - depth])
-            between(step * len(stages) + depth, steps * len(stages))
-    return state
-
-
-def _later(job, state):
-    """A stage in which nothing is done: the product before it has the time of one more job. Where there are registers
-    for the scores of two jobs: not with COLUMNS tokens a job."""
-    return state
-
-
-class _Job(NamedTuple):
-    """Some tokens of a tile and one head."""
-
-    unit: int
-    position: int  # of the head in its unit
-    head: int
-    first: int  # token of the tile
-
-    @classmethod
-    def all_of(cls, layout: Layout) -> list["_Job"]:
-        firsts = range(0, layout.tile, min(COLUMNS, layout.tile))
-        return [
-            cls(unit, position, head, first)
-            for first in firsts
-            for unit, heads in enumerate(layout.units)
-            for position, head in enumerate(heads)
-        ]
-
-    def columns(self, layout: Layout) -> slice:
-        return slice(self.first, self.first + min(COLUMNS, layout.tile))
-
-    def lanes(self, layout: Layout) -> slice:
-        """The lanes of the whole unit in keys and values: other heads' are masked in the queries."""
-        width = layout.rows_a_unit * LANES
-        return slice(self.unit * width, (self.unit + 1) * width)
-
-
-def _load(ref, job: _Job, layout: Layout, row: int = 0, size: int = ROWS):
-    """The lanes of the job's unit of its tokens, (tokens, 128 or d)."""
-    n, tokens = layout.rows_a_unit, min(COLUMNS, layout.tile)
-    first = job.first * size + row + job.unit * n
-    parts = [ref[pl.ds(first + j, tokens, stride=size), :] for j in range(n)]
-    return parts[0] if n == 1 else jnp.concatenate(parts, axis=1)
-
-
-def _own(x, job: _Job, layout: Layout):
-    """Zero in the lanes of the unit's other heads, so that products over all lanes are products of the head."""
-    if layout.d >= LANES:
-        return x
-    lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    first = job.position * layout.d
-    return jnp.where((first <= lane) & (lane < first + layout.d), x, 0.0)
-
-
-class _Sums:
-    """What the heads of a unit give for the same tokens, added up and stored when the last one is in."""
-
-    def __init__(self, ref, layout: Layout):
-        self.ref, self.layout = ref, layout
-        self.partial: dict[tuple[int, int], Any] = {}
-
-    def add(self, job: _Job, x) -> None:
-        key, n = (job.unit, job.first), self.layout.rows_a_unit
-        x = self.partial.pop(key, 0.0) + _own(x, job, self.layout)
-        if job.head != self.layout.units[job.unit][-1]:
-            self.partial[key] = x
-            return
-        first = job.first * ROWS + job.unit * n
-        for j in range(n):
-            part = x[:, j * LANES : (j + 1) * LANES]
-            self.ref[pl.ds(first + j, len(x), stride=ROWS), :] = part
-
-
-def _by_head(jobs: Sequence[_Job], values: Sequence, layout: Layout) -> list:
-    """Rows of all tokens of the tile, (1, t), head by head."""
-    rows = [[value for job, value in zip(jobs, values, strict=True) if job.head == h] for h in range(layout.heads)]
-    return [parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1) for parts in rows]
-
-
-def _stack(rows: list, size: int):
-    if len(rows) < size:  # the compiler has no arrays without rows
-        rows = [*rows, jnp.zeros((size - len(rows), rows[0].shape[1]), F32)]
-    return jnp.concatenate(rows, axis=0)
-
-
 def _forward_kernel(
-    step, resource, here, after, before, bias_ref, visible_ref, sum_in, stats_in, key_ref, value_ref, queries_in,
-    sum_out, stats_out,
+    step, resource, here, after, before, bias_ref, visible_ref,
+    output_in, stats_in, start_in, key_ref, value_ref, queries_in,
+    output_out, stats_out,
     query_ref, sum_ref, stats_ref,  # scratch: the window's tokens
     queries, outputs, stats, decays,  # scratch: the tile's rows
     copied,
     *, layout: Layout, scale: float, interpret: bool, maximum: Maximum,
 ):  # fmt: skip
-    del resource
-    running, memory = maximum == "running", Memory.here(step, sum_in, layout, copied)
+    del resource, output_in
+    running, memory = maximum == "running", Memory.here(step, start_in, layout, copied)
+    scale_sums = functools.partial(scale_heads, sum_ref, stats_ref, layout=layout, interpret=interpret)
 
     @pl.when(step.number == 0)
     def _():
         clear(layout, query_ref, sum_ref, stats_ref)
-        memory.load((memory.rows(sum_in), sum_ref), (memory.stats(stats_in), stats_ref))
+        memory.load((memory.rows(start_in), sum_ref), (memory.stats(stats_in), stats_ref))
+        scale_sums(TOTAL)
 
     load_kind(memory, queries_in, query_ref)
     query = _query(step.kind(), key_ref.dtype, layout)
@@ -182,7 +103,7 @@ def _forward_kernel(
     def attend(buffer, between):
         old = stats[buffer].T if running else None
         seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
-        bias, sums, jobs = bias_ref[0] * LOG2_E, _Sums(outputs.at[buffer], layout), _Job.all_of(layout)
+        bias, sums, jobs = bias_ref[0] * LOG2_E, Sums(outputs.at[buffer], layout), Job.all_of(layout)
 
         def score(job, _):
             return dot(key_ref[0, :, job.lanes(layout)], query(queries.at[buffer], job), (1, 1))
@@ -203,18 +124,18 @@ def _forward_kernel(
             sums.add(job, dot(weight, value_ref[0, :, job.lanes(layout)], (0, 0)))
             return total, other
 
-        products = (score, _later) if layout.tile < COLUMNS else (score,)
-        found = zip(*_staggered(jobs, *products, softmax, output, between=between), strict=True)
-        totals, others = (_by_head(jobs, x, layout) for x in found)
+        products = (score, later) if layout.tile < COLUMNS else (score,)
+        found = zip(*staggered(jobs, *products, softmax, output, between=between), strict=True)
+        totals, others = (by_head(jobs, x, layout) for x in found)
         if running:
             factors = [jnp.exp2(old[h : h + 1] - top) for h, top in enumerate(others)]
             totals = [old[TOTAL + h : TOTAL + h + 1] * factors[h] + total for h, total in enumerate(totals)]
-            factor = _stack(factors, LANES).T
-            decay = _Sums(decays, layout)
+            factor = stack(factors, LANES).T
+            decay = Sums(decays, layout)
             for job in jobs:
                 column = factor[job.columns(layout), job.head : job.head + 1]
                 decay.add(job, jnp.broadcast_to(column, (len(column), layout.rows_a_unit * LANES)))
-        stats[buffer] = jnp.concatenate([_stack(others, TOTAL), _stack(totals, LANES - TOTAL)], axis=0).T
+        stats[buffer] = jnp.concatenate([stack(others, TOTAL), stack(totals, LANES - TOTAL)], axis=0).T
 
     def accumulate(buffer):
         def body(rows, first):
@@ -238,7 +159,8 @@ def _forward_kernel(
 
     @pl.when(step.number == step.bounds.number - 1)
     def _():
-        memory.store((memory.rows(sum_out), sum_ref), (memory.stats(stats_out), stats_ref))
+        scale_sums(TOTAL if running else 0, divide=True)
+        memory.store((memory.rows(output_out), sum_ref), (memory.stats(stats_out), stats_ref))
 
 
 def _mass_kernel(
@@ -268,7 +190,7 @@ def _mass_kernel(
 
     for_rows(here, interpret, gather)
     seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
-    lse, bias, jobs = stats[...].T, bias_ref[0], _Job.all_of(layout)
+    lse, bias, jobs = stats[...].T, bias_ref[0], Job.all_of(layout)
 
     def score(job, _):
         return dot(key_ref[0, :, job.lanes(layout)], query(queries, job), (1, 1))
@@ -279,21 +201,21 @@ def _mass_kernel(
         weight = jnp.where(seen[:, columns], jnp.exp2(score * (scale * LOG2_E) + shift), 0.0)
         return jnp.sum(weight, axis=0, keepdims=True)
 
-    shares = _staggered(jobs, score, share, between=lambda i, n: None)
-    shares_ref[0, 0] = functools.reduce(jnp.add, _by_head(jobs, shares, layout))
+    shares = staggered(jobs, score, share, between=lambda i, n: None)
+    shares_ref[0, 0] = functools.reduce(jnp.add, by_head(jobs, shares, layout))
 
 
 def _backward_kernel(
     step, resource, here, after, before, bias_ref, visible_ref,
-    d_query_in, d_query_expert_in, d_bias_in, d_key_in, d_value_in, packed_in, packed_expert_in, stats_in,
+    d_query_in, d_query_expert_in, d_bias_in, d_key_in, d_value_in, start_in, packed_in, packed_expert_in, stats_in,
     key_ref, value_ref,
     d_query_out, d_query_expert_out, d_bias_ref, d_key_ref, d_value_ref,
-    packed_ref, d_query_ref, stats_ref,  # scratch: the window's tokens
+    packed_ref, d_query_ref, stats_ref, leaving,  # scratch: the window's tokens
     packed, outputs, stats,  # scratch: the tile's rows
     copied,
     *, layout: Layout, scale: float, interpret: bool, size: int,
 ):  # fmt: skip
-    del d_bias_in
+    del d_query_in, d_query_expert_in, d_bias_in
     dtype, memory = key_ref.dtype, Memory.here(step, packed_in, layout, copied)
 
     @pl.when(step.number == 0)
@@ -301,8 +223,23 @@ def _backward_kernel(
         clear(layout, packed_ref, d_query_ref, stats_ref)
         memory.load((memory.stats(stats_in), stats_ref))
 
+    def begin(kind: int) -> None:
+        if kind == 0:
+            memory.load((memory.rows(start_in), d_query_ref))
+        else:
+            clear_tokens(layout, d_query_ref, interpret)
+
+    def end(kind: int) -> None:
+        memory.store_as(memory.rows((d_query_out, d_query_expert_out)[kind]), d_query_ref, leaving, scale)
+
+    @pl.when((step.number == 0) & (step.kind() == 1))  # the window meets no context
+    def _():
+        begin(0)
+        end(0)
+
     load_kind(memory, (packed_in, packed_expert_in), packed_ref)
-    load_kind(memory, (d_query_in, d_query_expert_in), d_query_ref)
+    for kind in range(2):
+        pl.when(step.begins() & (step.kind() == kind))(functools.partial(begin, kind))
 
     @pl.when((step.number == 0) | (resource[step.tile] != resource[jnp.maximum(step.tile - 1, 0)]))
     def _():
@@ -320,11 +257,11 @@ def _backward_kernel(
     def attend(buffer, between):
         seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
         statistics, bias = stats[buffer].T, bias_ref[0] * LOG2_E
-        sums, jobs = _Sums(outputs.at[buffer], layout), _Job.all_of(layout)
+        sums, jobs = Sums(outputs.at[buffer], layout), Job.all_of(layout)
 
         def products(job, _):
             lanes, both = job.lanes(layout), _unpack(packed.at[buffer], job, layout, size)
-            query, d_output = (_own(x, job, layout).astype(dtype) for x in both)
+            query, d_output = (own(x, job, layout).astype(dtype) for x in both)
             score, d_weight = dot(key_ref[0, :, lanes], query, (1, 1)), dot(value_ref[0, :, lanes], d_output, (1, 1))
             return query, d_output, score, d_weight
 
@@ -346,7 +283,7 @@ def _backward_kernel(
             sums.add(job, dot(d_score, key_ref[0, :, lanes], (0, 0)))
             return d_bias
 
-        d_bias = _by_head(jobs, _staggered(jobs, products, softmax, gradients, between=between), layout)
+        d_bias = by_head(jobs, staggered(jobs, products, softmax, gradients, between=between), layout)
         d_bias_ref[0, 0] = functools.reduce(jnp.add, d_bias)
 
     def accumulate(buffer):
@@ -360,31 +297,33 @@ def _backward_kernel(
 
     overlapped(Rows(here, after, before), Phases(gather, attend, accumulate), interpret, step)
 
-    for kind, ref in enumerate((d_query_out, d_query_expert_out)):
+    for kind in range(2):
+        pl.when(step.ends() & (step.kind() == kind))(functools.partial(end, kind))
 
-        @pl.when(step.ends() & (step.kind() == kind))
-        def _(ref=ref):
-            memory.store((memory.rows(ref), d_query_ref))
+    @pl.when((step.number == step.bounds.number - 1) & (step.kind() == 0))  # it meets no expert
+    def _():
+        begin(1)
+        end(1)
 
 
-def _query(phase, dtype, layout: Layout) -> Callable[[Any, _Job], Any]:
+def _query(phase, dtype, layout: Layout) -> Callable[[Any, Job], Any]:
     """query(rows, job): those of a job, of the phase, from the rows of a tile: float32, or halves of words."""
 
-    def query(rows, job: _Job):
-        x = _load(rows, job, layout)
+    def query(rows, job: Job):
+        x = load(rows, job, layout)
         if rows.dtype != F32:
             x = (x << (16 * (1 - phase)).astype(jnp.uint32)) & jnp.uint32(0xFFFF0000)
             x = jax.lax.bitcast_convert_type(x, F32)
-        return _own(x, job, layout).astype(dtype)
+        return own(x, job, layout).astype(dtype)
 
     return query
 
 
-def _unpack(packed, job: _Job, layout: Layout, size: int):
+def _unpack(packed, job: Job, layout: Layout, size: int):
     """Query and output gradient of one unit: halves of a word, or rows 0 to 7 and 8 to 15 of a token."""
     if size > ROWS:
-        return tuple(_load(packed, job, layout, row, size) for row in (0, ROWS))
-    words = _load(packed, job, layout)
+        return tuple(load(packed, job, layout, row, size) for row in (0, ROWS))
+    words = load(packed, job, layout)
     halves = words << 16, words & jnp.uint32(0xFFFF0000)
     return tuple(jax.lax.bitcast_convert_type(x, F32) for x in halves)
 
@@ -461,8 +400,8 @@ def _call(
         (layout.groups * layout.cores, bounds.number.max()),
         (tiles.resource, jnp.stack(bounds)),
         [*of_tiles, *arrays],
-        [(block, array.shape, F32) for block, array in results],
-        scratch=[*(pltpu.VMEM(*x) for x in scratch), pltpu.SemaphoreType.DMA((1,))],
+        [(block, array.shape, array.dtype) for block, array in results],
+        scratch=[*(pltpu.VMEM(*x) for x in scratch), pltpu.SemaphoreType.DMA((2,))],
         aliases={len(of_tiles) + source: to for source, to in aliases.items()},
         bounds_checks=False,  # every address comes from the tables, whose bounds the caller of the op holds
         vmem_bytes=vmem_bytes,
@@ -476,8 +415,9 @@ def _call(
 
 
 def forward(
-    sums: Float[Array, "L Q 128"],
+    output: Float[Array, "L Q 128"],
     stats: Float[Array, "G L 128"],
+    start: Float[Array, "L Q 128"],
     queries: Sequence[Num[Array, "L Q 128"]],
     key: Num[Array, "R m E"],
     value: Num[Array, "R m E"],
@@ -488,15 +428,17 @@ def forward(
     layout: Layout,
     **options: Any,
 ) -> tuple[Float[Array, "L Q 128"], Float[Array, "G L 128"]]:
-    """Adds the tiles of a window, or of one for every core, to its tokens' sums (not divided) and statistics.
+    """Adds the tiles of a window, or of one for every core, to what its tokens start from, and to their statistics.
 
     Statistics are totals, and before them the running maxima in base 2, or totals of the weights as they were rounded.
+    Sums, an output times its total, are in fast memory alone.
 
     Args:
+      output: what windows before have written; other tokens' is kept as it is.
       queries: in float32, those of the context and those of experts; or one array of words with halves of both.
     """
     table, running = _Blocks(layout, len(tiles.resource)).table(key.shape[1]), maximum == "running"
-    arrays = [(ANYWHERE, sums), (ANYWHERE, stats), (table, key), (table, value), _everywhere(queries)]
+    arrays = [*((ANYWHERE, x) for x in (output, stats, start)), (table, key), (table, value), _everywhere(queries)]
     kind = queries[0].dtype
     buffers, decays = (1, layout.tile * ROWS) if running else (2, ROWS)
     scratch = [_slots(layout, ROWS, kind), _slots(layout, ROWS), _slots(layout)]
@@ -538,6 +480,7 @@ def backward(
     d_bias: Float[Array, "G N 1 t"],
     d_key: Float[Array, "C R m E"],
     d_value: Float[Array, "C R m E"],
+    start: Float[Array, "L Q 128"],
     packed: Sequence[Num[Array, "L S 128"]],
     stats: Float[Array, "G L 128"],
     key: Num[Array, "R m E"],
@@ -548,9 +491,11 @@ def backward(
     layout: Layout,
     **options: Any,
 ) -> tuple:
-    """Adds a window's tiles to the gradients of both queries, of keys and values; writes those of its pairs' biases.
+    """Writes the gradients of both queries of a window and of its pairs' biases; adds to those of keys and values.
 
     Args:
+      d_queries: of the context, and of experts; what windows before have written, other tokens' is kept as it is.
+      start: of the context, what the tiles' are added to, without the factor `scale`.
       packed: queries of the context, and of experts, each with the gradients of outputs.
 
     Returns:
@@ -561,8 +506,9 @@ def backward(
     size, kind = packed[0].shape[1] // layout.groups, packed[0].dtype
     arrays = [*((ANYWHERE, x) for x in (*d_queries, d_bias)), (gradient, d_key), (gradient, d_value)]
     results = [*arrays[:2], (blocks.by_pair(1), d_bias), *arrays[3:]]
-    arrays += [*((ANYWHERE, x) for x in (*packed, stats)), (table, key), (table, value)]
+    arrays += [*((ANYWHERE, x) for x in (start, *packed, stats)), (table, key), (table, value)]
     scratch = [_slots(layout, size, kind), _slots(layout, ROWS), _slots(layout)]
+    scratch += [((2, PIECE, ROWS, LANES), d_queries[0].dtype)]
     scratch += [_rows(layout, n, x, 2) for n, x in ((size, kind), (ROWS, F32), (1, F32))]
     kernel, name = functools.partial(_backward_kernel, size=size), "block_sparse_attention_backward"
     given, aliases = (arrays, results, scratch, (table, gradient)), {i: i for i in range(5)}
