@@ -14,8 +14,9 @@ import pytest
 
 from pallas_kernels import aot, chips
 from pallas_kernels.block_sparse_attention import interface, tables, window, xla
-from pallas_kernels.block_sparse_attention.gpu import elsewhere, kernels, path
-from pallas_kernels.block_sparse_attention.gpu.kernels import ROWS, Plan, Rows, Tiles
+from pallas_kernels.block_sparse_attention.gpu import common, elsewhere, kernels, path
+from pallas_kernels.block_sparse_attention.gpu.common import Plan, Rows, Tiles
+from pallas_kernels.block_sparse_attention.gpu.kernels import ROWS
 from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, Problem
 from tests.pallas_kernels.base import NAMED, BlockSparseAttentionTest, assert_close, attend
 from tests.pallas_kernels.cases import SHARDED, Shape, evaluate, over_heads, random_inputs
@@ -227,7 +228,7 @@ class TestInAMesh:
         assert self.program().count("optimization_barrier") == 3
 
     def test_which_is_how_one_would_see_it(self, monkeypatch):
-        monkeypatch.setattr(kernels, "_own", lambda axis: axis)
+        monkeypatch.setattr(common, "own", lambda axis: axis)
         assert "collective_metadata_used" in self.program()
 
 
