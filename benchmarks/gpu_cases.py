@@ -29,6 +29,15 @@ def plan_of(chip: str, name: str, **shape) -> Plan:
     return {"forward": cut.forward_plan, "d_query": cut.query_plan, "d_key": cut.key_plan}[name]
 
 
+def more_gathered(chip: str, name: str, *, heads: int = 8, d: int = 128, m: int = 128) -> int:
+    """Bytes that a kernel reads beyond its arguments: one that gathers reads a token's row once for each of its pairs,
+    of a query and, in the gradients, of an output gradient; its arguments have the two arrays of queries once."""
+    if planned(chip, heads=heads, d=d, m=m).kernels is kernels:
+        return 0
+    gathered = 1 if name == "forward" else 2
+    return (gathered * PAIRS - (gathered + 1) * 64 * m) * heads * d * 2
+
+
 def kernel(name: str, *, chip: str = "h200", heads: int = 8, d: int = 128, m: int = 128, dtype: str = "bfloat16"):
     """The kernel and its arguments: on a Hopper rows that are gathered, on a Blackwell those of all tokens."""
     cut = planned(chip, heads=heads, d=d, m=m, dtype=dtype)
