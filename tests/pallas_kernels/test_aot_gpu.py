@@ -84,6 +84,14 @@ def test_a_b200_has_no_instructions_of_a_hopper_but_takes_a_product_in_tensor_me
     aot.compile_apart("b200", f"{CASES}:product_in_tensor_memory", {})
 
 
+@needs_plugin
+def test_a_b200_gets_xla_by_default(tmp_path):
+    shape = {"tokens": 512, "heads": 2, "d": 64, "m": 64, "experts": 4, "pairs": 4}
+    aot.compile_apart("b200", f"{CASES}:attention", shape | {"implementation": None}, dump_to=tmp_path)
+    with pytest.raises(FileNotFoundError, match="block_sparse_attention_forward"):
+        ptx.read(tmp_path, "block_sparse_attention_forward")
+
+
 SHAPES = [{}, {"m": 64}, {"m": 256, "heads": 16}, {"d": 64, "m": 512}, {"dtype": "float16", "m": 320}]
 
 

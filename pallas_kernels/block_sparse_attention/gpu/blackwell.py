@@ -34,6 +34,7 @@ from pallas_kernels.block_sparse_attention.gpu.common import (
     columns,
     copy,
     for_tiles,
+    in_slots,
     lines,
     place,
     swizzled,
@@ -98,7 +99,7 @@ def forward(
 
         for_tiles(begin, ((key, k_smem), (value, v_smem)), load_rows, arrived, attend, plan)
 
-    in_slots = (plan.warpgroups, plan.slots, ROWS)
+    slots = (plan.warpgroups, plan.slots, ROWS)
     return call(
         kernel,
         "block_sparse_attention_forward",
@@ -106,7 +107,7 @@ def forward(
         (*rows, *_flat(query), key, value),
         [((parts, tiles, ROWS, heads, d), jnp.float32), ((parts, tiles, heads, ROWS), jnp.float32)],
         [swizzled((plan.part, d), dtype)] * 2,
-        [swizzled((*in_slots, d), dtype), plgpu.SMEM(in_slots, jnp.int32)],
+        [swizzled((*slots, d), dtype), plgpu.SMEM(slots, jnp.int32)],
         plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32),
         [plgpu.Barrier(num_arrivals=2), plgpu.Barrier(num_arrivals=2, num_barriers=plan.warpgroups * plan.slots)],
         _memory_of_the_core(plan, plan.block, [plan.warpgroups * d], dtype),
@@ -163,7 +164,7 @@ def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"]
         _arrays(tiles),
         [((parts, count, ROWS, heads, d), dtype), ((parts, count, heads, ROWS), jnp.float32)],
         [swizzled((plan.part, d), dtype)] * 2,
-        _in_slots((plan.warpgroups, plan.slots, ROWS), d, dtype),
+        in_slots((plan.warpgroups, plan.slots, ROWS), d, dtype),
         plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32),
         [plgpu.Barrier(num_arrivals=2), plgpu.Barrier(num_arrivals=5, num_barriers=plan.warpgroups * plan.slots)],
         _memory_of_the_core(plan, plan.block, [plan.warpgroups * d], dtype),
@@ -247,7 +248,7 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
         _arrays(tiles),
         [(tiles.key.shape, jnp.float32)] * 2,
         [swizzled((ROWS, d), dtype)] * 2,
-        _in_slots((plan.slots, ROWS), d, dtype),
+        in_slots((plan.slots, ROWS), d, dtype),
         [
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_arrivals=5, num_barriers=plan.slots),
@@ -269,13 +270,8 @@ def _arrays(tiles: Tiles) -> tuple[Array, ...]:
     return *tiles.rows, *_flat(tiles.query), tiles.key, tiles.value, d_output, tiles.shift, tiles.delta
 
 
-def _in_slots(slots: tuple[int, ...], d: int, dtype: DTypeLike) -> list:
-    """Room for what `_load_rows` copies."""
-    return [swizzled((*slots, d), dtype)] * 2 + [plgpu.SMEM(slots, kind) for kind in (jnp.int32, *[jnp.float32] * 2)]
-
-
 def _load_rows(plan: Plan, arrays, rows, tile, slot, barrier) -> None:
-    """Everything that a tile has in the gradients."""
+    """To a slot of `in_slots`."""
     token, query, query_expert, d_output, visible, shift, delta = arrays
     q_smem, do_smem, *others = rows
     (head,) = place("head")

@@ -97,6 +97,11 @@ def swizzled(shape: tuple[int, ...], dtype: DTypeLike):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
 
 
+def in_slots(slots: tuple[int, ...], d: int, dtype: DTypeLike) -> list:
+    """Room for what a tile has in the gradients: query, output gradient, visible, shift and delta."""
+    return [swizzled((*slots, d), dtype)] * 2 + [plgpu.SMEM(slots, kind) for kind in (jnp.int32, *[jnp.float32] * 2)]
+
+
 class transposed(NamedTuple):
     """A matrix in shared memory whose transpose is multiplied with."""
 

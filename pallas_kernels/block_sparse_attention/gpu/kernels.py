@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.block_sparse_attention.gpu.common import (
@@ -29,6 +28,7 @@ from pallas_kernels.block_sparse_attention.gpu.common import (
     columns,
     copy,
     for_tiles,
+    in_slots,
     lines,
     place,
     swizzled,
@@ -86,7 +86,7 @@ def forward(
 
         for_tiles(begin, ((key, k_smem), (value, v_smem)), load_rows, arrived, attend, plan)
 
-    in_slots = (plan.warpgroups, plan.slots, ROWS)
+    slots = (plan.warpgroups, plan.slots, ROWS)
     return call(
         kernel,
         "block_sparse_attention_forward",
@@ -94,7 +94,7 @@ def forward(
         (*rows, query, key, value),
         [((parts, *query.shape), jnp.float32), ((parts, tiles, heads, ROWS), jnp.float32)],
         [swizzled((plan.part, d), dtype)] * 2,
-        [swizzled((*in_slots, d), dtype), plgpu.SMEM(in_slots, jnp.int32)],
+        [swizzled((*slots, d), dtype), plgpu.SMEM(slots, jnp.int32)],
         plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32),
         [plgpu.Barrier(num_arrivals=2), plgpu.Barrier(num_arrivals=2, num_barriers=plan.warpgroups * plan.slots)],
         axes={"resource": resources, "split": plan.splits, "part": parts, "head": heads},
@@ -148,7 +148,7 @@ def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"]
         (*tiles.rows, *tiles[:-1]),
         [((parts, *tiles.query.shape), dtype), ((parts, count, heads, ROWS), jnp.float32)],
         [swizzled((plan.part, d), dtype)] * 2,
-        _in_slots((plan.warpgroups, plan.slots, ROWS), d, dtype),
+        in_slots((plan.warpgroups, plan.slots, ROWS), d, dtype),
         plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32),
         [plgpu.Barrier(num_arrivals=2), plgpu.Barrier(num_arrivals=5, num_barriers=plan.warpgroups * plan.slots)],
         axes={"resource": resources, "split": plan.splits, "part": parts, "head": heads},
@@ -221,7 +221,7 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
         (*tiles.rows, *tiles[:-1]),
         [(tiles.key.shape, jnp.float32)] * 2,
         [swizzled((plan.warpgroups, ROWS, d), dtype)] * 2,
-        _in_slots((plan.slots, ROWS), d, dtype),
+        in_slots((plan.slots, ROWS), d, dtype),
         swizzled((plan.warpgroups, ROWS, d), jnp.float32),
         [
             plgpu.Barrier(num_arrivals=2, num_barriers=plan.warpgroups),
@@ -230,11 +230,6 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
         ],
         axes={"resource": resources, "part": m // part, "head": heads},
     )
-
-
-def _in_slots(slots: tuple[int, ...], d: int, dtype: DTypeLike) -> list:
-    """Room for what `_rows` names."""
-    return [swizzled((*slots, d), dtype)] * 2 + [plgpu.SMEM(slots, kind) for kind in (jnp.int32, *[jnp.float32] * 2)]
 
 
 def _rows(head, query, d_output, visible, shift, delta, tile):

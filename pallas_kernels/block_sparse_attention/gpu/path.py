@@ -145,7 +145,8 @@ def _blackwell(problem: Problem, head_size: int) -> Path:
         slots = min(2, (SHARED_BYTES - part * head_size * 2 * 2) // tiles)
         return _common(problem, rows)._replace(part=part, slots=slots, products="tcgen05")
 
-    forward = plan(1, TABLE_BYTES)._replace(block=problem.block_sizes.keys or 64)
+    # Of small heads there is tensor memory for the scores of 128 keys.
+    forward = plan(1, TABLE_BYTES)._replace(block=problem.block_sizes.keys or (128 if head_size == 64 else 64))
     query, tiles_a_block = plan(2, TABLE_BYTES // 2), problem.block_sizes.tiles or TILES_A_BLOCK
     return Path(problem, head_size, forward, query, query._replace(slots=2), tiles_a_block)
 
