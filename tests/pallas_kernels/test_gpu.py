@@ -269,16 +269,17 @@ class TestInAMesh:
     """JAX takes an axis of a kernel for one of the mesh if they have the same name: the kernel then asks which device
     it runs on, by a library that XLA does not have."""
 
-    def program(self) -> str:
+    def program(self, chip: str = "h200") -> str:
         axes = "data", "fsdp", "resource", "tensor"
         mesh = jax.sharding.AbstractMesh((1, 1, 1, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 4)
         inputs, static = random_inputs(SHARDED, jnp.bfloat16)
-        with chips.assume("h200"):
+        with chips.assume(chip):
             run = jax.jit(over_heads(mesh, static, "pallas_gpu"))
             return run.trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
 
-    def test_kernels_have_axes_of_their_own(self):
-        program = self.program()
+    @pytest.mark.parametrize("chip", ["h200", "b200"])
+    def test_kernels_have_axes_of_their_own(self, chip):
+        program = self.program(chip)
         assert program.count("custom_call @mosaic_gpu") == 3
         assert "collective_metadata_used" not in program
 
