@@ -39,12 +39,13 @@ TPUS = {
 """By the names of `pallas_kernels.aot.TOPOLOGIES`."""
 
 HOPPERS = ("h100", "h200")
-"""GPUs that "pallas_gpu" is compiled for, by the names of `pallas_kernels.aot.GPUS`."""
+"""GPUs that have "pallas_gpu" by default, by the names of `pallas_kernels.aot.GPUS`."""
 BLACKWELLS = ("b200",)
-"""GPUs that have none of its instructions, and get "xla" for it."""
+"""GPUs that have kernels of their own for it, which no such GPU has run: only where it is asked for."""
 ASSUMED = (*TPUS, *HOPPERS, *BLACKWELLS)
 """What code can be traced for without a chip."""
-_HOPPER = "9.0"  # compute capability; its kernels use instructions (sm_90a) that no other generation has
+# Compute capabilities; their kernels use instructions (sm_90a, sm_100a) that no other generation has.
+_HOPPER, _BLACKWELL = "9.0", "10.0"
 
 _KINDS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 _KINDS |= {"TPU v6e": "v6e", "TPU7x": "tpu7x", "TPU v7x": "tpu7x"}
@@ -88,12 +89,18 @@ def kernels_by_default() -> bool:
 
 
 def gpu_kernels_by_default() -> bool:
-    """The same of GPU kernels, on a Hopper."""
+    """The same of GPU kernels, on a Hopper. A B200 has kernels too, and is told of them, once."""
     if _assumed:
-        there = _assumed[-1] in HOPPERS
-    else:
-        there = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == _HOPPER
-    return there and _on_one_device()
+        return _assumed[-1] in HOPPERS and _on_one_device()
+    if jax.default_backend() != "gpu":
+        return False
+    device = jax.devices()[0]
+    if device.compute_capability == _BLACKWELL:
+        _say_once(
+            f"{device.device_kind} gets 'xla'; implementation='pallas_gpu' may be asked for: its kernels for compute "
+            f"capability {_BLACKWELL} compile, and are untested on hardware"
+        )
+    return device.compute_capability == _HOPPER and _on_one_device()
 
 
 def _on_one_device() -> bool:
@@ -111,8 +118,15 @@ def is_gpu() -> bool:
     return _assumed[-1] in (*HOPPERS, *BLACKWELLS) if _assumed else jax.default_backend() == "gpu"
 
 
+def is_blackwell() -> bool:
+    """Whether code is traced for a B200, assumed or there."""
+    if _assumed:
+        return _assumed[-1] in BLACKWELLS
+    return jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == _BLACKWELL
+
+
 def takes_gpu_kernels(wanted: str) -> bool:
-    """Whether the GPU there, or assumed, is a Hopper; any other GPU is told of it, once.
+    """Whether the GPU there, or assumed, is a Hopper or a B200; any other GPU is told of it, once.
 
     Args:
       wanted: what was asked for, as `argument='value'`.
@@ -121,18 +135,20 @@ def takes_gpu_kernels(wanted: str) -> bool:
       ValueError: there is no GPU.
     """
     if _assumed:
-        return _assumed[-1] in HOPPERS
+        return _assumed[-1] in (*HOPPERS, *BLACKWELLS)
     if (platform := jax.default_backend()) != "gpu":
         raise ValueError(
-            f"{wanted} needs a Hopper GPU (H100, H200), and JAX runs on a {platform}: leave it out, and the best for "
-            "the device is chosen"
+            f"{wanted} needs a Hopper GPU (H100, H200) or a B200, and JAX runs on a {platform}: leave it out, and the "
+            "best for the device is chosen"
         )
     device = jax.devices()[0]
-    if device.compute_capability == _HOPPER:
+    if device.compute_capability == _BLACKWELL:
+        _say_once(f"{wanted}: these kernels have never run on a {device.device_kind}; compare them with 'xla'")
+    if device.compute_capability in (_HOPPER, _BLACKWELL):
         return True
     _say_once(
-        f"{wanted}: these kernels are for Hopper GPUs (compute capability {_HOPPER}); {device.device_kind} has "
-        f"{device.compute_capability} and gets 'xla'"
+        f"{wanted}: these kernels are for compute capability {_HOPPER} (H100, H200) and {_BLACKWELL} (B200); "
+        f"{device.device_kind} has {device.compute_capability} and gets 'xla'"
     )
     return False
 

@@ -13,18 +13,23 @@ _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _LAUNCH = re.compile(r"threads in \(%c(\d+), .*? dynamic_shared_memory_size %c(\d+)_i32")
 _TARGET = re.compile(r"^\.target (\S+)", re.MULTILINE)
+_ALLOCATED = re.compile(r"tcgen05\.alloc\S*\s+\[[^]]*\], (%r\d+);")
 
 
 class Kernel(NamedTuple):
     """One kernel as the GPU runs it. Instructions are counted in the text: those of a loop once."""
 
-    target: str  # sm_90a: wgmma exists there alone
+    target: str  # sm_90a: wgmma exists there alone; sm_100a: tcgen05
     registers: int  # of a thread; 65536 a multiprocessor
     stack_bytes: int  # of a thread, in local memory
     spill_bytes: int  # stored and loaded for want of registers
     wgmma: int
+    tcgen05_mma: int
+    tcgen05_ld: int
     tma_loads: int
+    tma_gathers: int  # of four rows each
     tma_stores: int
+    tensor_columns: int  # of tensor memory, of a block; 512 are there
     threads: int  # of a block
     shared_bytes: int  # of a block; 227 KiB are there
 
@@ -45,8 +50,14 @@ def parse(ptx: str, ptxas: str, passes: str) -> Kernel:
         stack_bytes=stack,
         spill_bytes=stores + loads,
         wgmma=ptx.count("wgmma.mma_async"),
+        tcgen05_mma=ptx.count("tcgen05.mma."),
+        tcgen05_ld=ptx.count("tcgen05.ld."),
         tma_loads=len(re.findall(r"cp\.async\.bulk\.(?:tensor\.\dd\.)?shared::cluster\.global", ptx)),
+        tma_gathers=ptx.count("tile::gather4"),
         tma_stores=len(re.findall(r"cp\.async\.bulk\.(?:tensor\.\dd\.)?global\.shared::cta", ptx)),
+        tensor_columns=sum(
+            int(re.findall(rf"mov\.b32\s+{register}, (\d+);", ptx)[0]) for register in _ALLOCATED.findall(ptx)
+        ),
         threads=threads,
         shared_bytes=shared,
     )

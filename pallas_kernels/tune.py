@@ -155,8 +155,8 @@ def by_time(implementation: str, shape: Shape, sizes: Sequence[BlockSizes], roun
     """The median of `rounds`, each of which runs every candidate once: what disturbs the machine disturbs all.
 
     Raises:
-      ValueError: the implementation would be interpreted here, or gets another in its place: "pallas_gpu" where there
-        is no Hopper GPU.
+      ValueError: the implementation would be interpreted here, or gets another in its place: "pallas_gpu" on
+        a GPU that has no kernels.
     """
     if implementation.startswith("pallas_tpu") and jax.default_backend() != "tpu":
         raise ValueError(f"implementation={implementation!r} is interpreted on a {jax.default_backend()}: name a chip")

@@ -84,9 +84,10 @@ def block_sparse_attention(
       implementation: a name in IMPLEMENTATIONS; or "pallas_tpu", the fastest of the three for TPUs by `tpu.dispatch`.
         None: on one device or inside `jax.shard_map`, since the compiler cannot divide a kernel over a mesh,
         "pallas_tpu" on a TPU, and "pallas_gpu" on a Hopper GPU (16-bit floats, d <= 128); "xla" elsewhere. Away from a
-        TPU its kernels are interpreted, for tests. "pallas_gpu" is for Hopper GPUs: any other gets "xla", with a line
-        in the log; where there is no GPU it is refused, but that under `chips.assume("h200")` XLA computes its tiles,
-        for tests.
+        TPU its kernels are interpreted, for tests. "pallas_gpu" is for Hopper GPUs and for a B200, which gets "xla"
+        by default, since its kernels have never run on one; any other GPU gets "xla", with a line in the log. Where
+        there is no GPU it is refused, but that under `chips.assume("h200")`, or "b200", XLA computes its tiles, for
+        tests.
       block_sizes: how the named implementation cuts its work, where its own choice is not the best:
         `python -m pallas_kernels.tune` looks for a better one.
 

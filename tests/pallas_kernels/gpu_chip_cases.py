@@ -64,12 +64,22 @@ def product_in_tensor_memory():
     return call, (x,)
 
 
-def attention(*, tokens: int, heads: int, d: int, m: int, experts: int, pairs: int, dtype: str = "bfloat16"):
+def attention(
+    *,
+    tokens: int,
+    heads: int,
+    d: int,
+    m: int,
+    experts: int,
+    pairs: int,
+    dtype: str = "bfloat16",
+    implementation: str | None = "pallas_gpu",
+):
     """The whole of it with its gradients, tables included; `pairs` a token, on average, in 16 slots."""
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
     query, table = shape((tokens, heads, d)), shape((tokens // m + experts, m, heads, d))
     slots = [jax.ShapeDtypeStruct((tokens, 16), kind) for kind in (INT, F32, INT)]
-    static = {"num_context": tokens // m, "max_pairs": pairs * tokens, "implementation": "pallas_gpu"}
+    static = {"num_context": tokens // m, "max_pairs": pairs * tokens, "implementation": implementation}
 
     def loss(query, query_expert, key, value, bias, pairs):
         result = block_sparse_attention(query, query_expert, key, value, pairs._replace(bias=bias), **static)

@@ -28,9 +28,24 @@ wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r7,%r8}, %rd2, %rd2, p, 1
 """
 
 
+BLACKWELL_PTX = """.target sm_100a
+mov.b32 	%r65, 512;
+tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 	[__dynamic_shmem__0+201784], %r65;
+@%p16 cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes [%r9], [%rd1, {%r3}], [%r8];
+tcgen05.mma.cta_group::1.kind::f16 [%r410], a_desc, b_desc, %r371, %p22;
+tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 	[%rd20];
+tcgen05.ld.sync.aligned.16x256b.x8.b32 {%r378,%r379}, [%r410];
+"""
+
+
 def test_the_notes_are_read():
     counts = {"wgmma": 2, "tma_loads": 1, "tma_stores": 2, "threads": 128, "shared_bytes": 8200}
+    counts |= dict.fromkeys(("tcgen05_mma", "tcgen05_ld", "tma_gathers", "tensor_columns"), 0)
     assert ptx.parse(PTX, PTXAS, LAUNCH) == ptx.Kernel("sm_90a", 58, stack_bytes=16, spill_bytes=12, **counts)
+    counts |= {"tcgen05_mma": 1, "tcgen05_ld": 1, "tma_gathers": 1, "tensor_columns": 512}
+    counts |= dict.fromkeys(("wgmma", "tma_loads", "tma_stores"), 0)
+    blackwell = ptx.Kernel("sm_100a", 58, stack_bytes=16, spill_bytes=12, **counts)
+    assert ptx.parse(BLACKWELL_PTX, PTXAS, LAUNCH) == blackwell
 
 
 def test_the_last_notes_of_a_kernel_are_the_ones_that_count(tmp_path):
@@ -62,33 +77,61 @@ def test_every_hopper_compiles_and_leaves_its_assembly(chip, tmp_path):
 
 
 @needs_plugin
-def test_a_b200_has_no_instructions_of_a_hopper_and_gets_xla():
-    """So `pallas_gpu` must not reach its compiler; a product of its own tensor cores does."""
+def test_a_b200_has_no_instructions_of_a_hopper_but_takes_a_product_in_tensor_memory():
+    """So that the kernels for a Hopper must not reach its compiler."""
     with pytest.raises(aot.CompileError):
         aot.compile_apart("b200", f"{CASES}:squares", {"blocks": 2})
-    shape = {"tokens": 512, "heads": 2, "d": 64, "m": 64, "experts": 4, "pairs": 4}
-    aot.compile_apart("b200", f"{CASES}:attention", shape)
     aot.compile_apart("b200", f"{CASES}:product_in_tensor_memory", {})
 
 
 @needs_plugin
-@pytest.mark.parametrize("name", ["forward", "d_query", "d_key"])
-@pytest.mark.parametrize(
-    "shape",
-    [{}, {"m": 64}, {"m": 256, "heads": 16}, {"d": 64, "m": 512}, {"dtype": "float16", "m": 320}],
-    ids=str,
-)
-def test_block_sparse_attention_compiles_without_a_spilled_register(shape, name, tmp_path):
-    aot.compile_apart("h200", "benchmarks.gpu_cases:kernel", {"name": name, **shape}, dump_to=tmp_path)
-    kernel = ptx.read(tmp_path, f"block_sparse_attention_{name}")
-    assert kernel.target == "sm_90a"
+def test_a_b200_gets_xla_by_default(tmp_path):
+    shape = {"tokens": 512, "heads": 2, "d": 64, "m": 64, "experts": 4, "pairs": 4}
+    aot.compile_apart("b200", f"{CASES}:attention", shape | {"implementation": None}, dump_to=tmp_path)
+    with pytest.raises(FileNotFoundError, match="block_sparse_attention_forward"):
+        ptx.read(tmp_path, "block_sparse_attention_forward")
+
+
+SHAPES = [{}, {"m": 64}, {"m": 256, "heads": 16}, {"d": 64, "m": 512}, {"dtype": "float16", "m": 320}]
+
+
+def compiled_kernel(chip: str, name: str, shape: dict, folder) -> ptx.Kernel:
+    """Without a spilled register."""
+    options = {"name": name, "chip": chip, **shape}
+    aot.compile_apart(chip, "benchmarks.gpu_cases:kernel", options, dump_to=folder)
+    kernel = ptx.read(folder, f"block_sparse_attention_{name}")
     assert kernel.spill_bytes == kernel.stack_bytes == 0
     assert kernel.registers <= 255  # two warpgroups fill a multiprocessor's registers
     assert kernel.shared_bytes <= 227 * 1024
+    return kernel
+
+
+@needs_plugin
+@pytest.mark.parametrize("name", ["forward", "d_query", "d_key"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_block_sparse_attention_compiles_without_a_spilled_register(shape, name, tmp_path):
+    kernel = compiled_kernel("h200", name, shape, tmp_path)
+    assert kernel.target == "sm_90a"
     # Of 16 rows of the right operand each: 2, 3 or 4 products of a tile of 64 rows and at least 64 keys.
     assert kernel.wgmma >= {"forward": 2, "d_query": 3, "d_key": 4}[name] * 4
     assert kernel.tma_loads >= {"forward": 4, "d_query": 7, "d_key": 7}[name]
     assert kernel.tma_stores >= {"forward": 1, "d_query": 2, "d_key": 2}[name]
+
+
+@needs_plugin
+@pytest.mark.parametrize("name", ["forward", "d_query", "d_key"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_block_sparse_attention_compiles_for_a_b200_without_a_spilled_register(shape, name, tmp_path):
+    kernel = compiled_kernel("b200", name, shape, tmp_path)
+    assert kernel.target == "sm_100a"
+    assert kernel.wgmma == 0
+    # Of 16 rows of the right operand each, of which there are at least 64: 2, 3 or 4 products of a tile.
+    assert kernel.tcgen05_mma >= {"forward": 2, "d_query": 3, "d_key": 4}[name] * 4
+    assert kernel.tcgen05_ld >= {"forward": 2, "d_query": 3, "d_key": 4}[name]
+    # 128 rows, four at a time, in four warps; from the rotated queries, the others, and the output gradients.
+    assert kernel.tma_gathers >= (2 if name == "forward" else 3) * 128 // 4 // 4
+    assert kernel.tma_loads >= {"forward": 3, "d_query": 5, "d_key": 5}[name]
+    assert kernel.tensor_columns <= 512
 
 
 @needs_plugin
@@ -101,3 +144,13 @@ def test_the_whole_of_it_compiles_and_stores_no_copy_of_every_slot(tmp_path):
     assert compiled.temporary_bytes < 1.1 * rows * width * (2 + 4)
     for name in ("forward", "d_query", "d_key"):
         assert ptx.read(tmp_path, f"block_sparse_attention_{name}").spill_bytes == 0
+
+
+@needs_plugin
+def test_on_a_b200_nothing_is_gathered_outside_of_the_kernels(tmp_path):
+    shape = {"tokens": 8192, "heads": 8, "d": 128, "m": 128, "experts": 64, "pairs": 8}
+    compiled = aot.compile_apart("b200", f"{CASES}:attention", shape, dump_to=tmp_path)
+    rows, width = 8192 * 8 + 128 * 128, 8 * 128
+    assert compiled.temporary_bytes < 1.1 * rows * width * 4  # the results of every row alone
+    for name in ("forward", "d_query", "d_key"):
+        assert ptx.read(tmp_path, f"block_sparse_attention_{name}").target == "sm_100a"

@@ -1,7 +1,7 @@
 """Block-sparse attention for GPUs, on a CPU: the path around the kernels, and the kernels interpreted.
 
-What this cannot show: products are computed by NumPy here, not by WGMMA. `test_aot_gpu` compiles the kernels for the
-chip; only a run on one joins the two (`test_gpu_chip`).
+What this cannot show: products are computed by NumPy here, not by WGMMA or tcgen05, and a Blackwell's gather is a loop
+over rows. `test_aot_gpu` compiles the kernels for the chips; only a run on one joins the two (`test_gpu_chip`).
 """
 
 import functools
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import aot, chips
-from pallas_kernels.block_sparse_attention import interface, tables, window, xla
-from pallas_kernels.block_sparse_attention.gpu import elsewhere, kernels, path
-from pallas_kernels.block_sparse_attention.gpu.kernels import ROWS, Plan, Rows, Tiles
+from pallas_kernels.block_sparse_attention import BlockSizes, interface, tables, window, xla
+from pallas_kernels.block_sparse_attention.gpu import blackwell, common, elsewhere, kernels, path
+from pallas_kernels.block_sparse_attention.gpu.common import Plan, Queries, Rows, Tiles
 from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, Problem
 from tests.pallas_kernels.base import NAMED, BlockSparseAttentionTest, assert_close, attend
 from tests.pallas_kernels.cases import SHARDED, Shape, evaluate, over_heads, random_inputs
@@ -24,16 +24,28 @@ from tests.pallas_kernels.cases import SHARDED, Shape, evaluate, over_heads, ran
 class TestPath(BlockSparseAttentionTest):
     implementation = "pallas_gpu"
     random_shapes = 2
+    chip = "h200"
+    kernels = kernels
+
+    @classmethod
+    def setup_class(cls):
+        jax.clear_caches()  # of what was traced for another chip
 
     @pytest.fixture(autouse=True)
-    def a_hopper(self):
+    def a_gpu(self):
         """Assumed: XLA computes the tiles."""
-        with chips.assume("h200"):
+        with chips.assume(self.chip):
+            assert path.plan(TestPlan.PROBLEM).kernels is self.kernels
             yield
 
     @pytest.mark.parametrize("m", [65, 576])  # 576 = 9 * 64 keys do not fit at once: three parts
     def test_resources_longer_than_a_block_of_keys(self, m):
         self.check(*random_inputs(Shape(tokens=70, m=m, num_context=2, d=66, heads=1, window=False)))
+
+
+class TestPathOfABlackwell(TestPath):
+    chip = "b200"
+    kernels = blackwell
 
 
 class TestXlaOnAGpu:
@@ -101,7 +113,19 @@ class TestWhoGetsTheKernels:
         assert self.planned(monkeypatch, kind, "9.0") == "pallas_gpu"
         assert not caplog.records
 
-    @pytest.mark.parametrize(("kind", "capability"), [("NVIDIA A100-SXM4-80GB", "8.0"), ("NVIDIA B200", "10.0")])
+    def test_a_blackwell_does_only_if_asked_and_one_line_each_says_that_none_ever_did(self, monkeypatch, caplog):
+        chips._say_once.cache_clear()
+        b200 = "NVIDIA B200", "10.0"
+        assert [self.planned(monkeypatch, *b200, wanted=None) for _ in range(2)] == ["xla", "xla"]
+        assert [self.planned(monkeypatch, *b200) for _ in range(2)] == ["pallas_gpu", "pallas_gpu"]
+        default, asked = [record.getMessage() for record in caplog.records if record.name == "pallas_kernels"]
+        assert default.startswith("NVIDIA B200 gets 'xla'; implementation='pallas_gpu' may be asked for")
+        assert default.endswith("untested on hardware")
+        assert "implementation='pallas_gpu': these kernels have never run on a NVIDIA B200" in asked
+
+    @pytest.mark.parametrize(
+        ("kind", "capability"), [("NVIDIA A100-SXM4-80GB", "8.0"), ("NVIDIA RTX PRO 6000", "12.0")]
+    )
     def test_any_other_gpu_gets_xla_and_one_line_says_so(self, monkeypatch, caplog, kind, capability):
         chips._say_once.cache_clear()
         assert [self.planned(monkeypatch, kind, capability) for _ in range(2)] == ["xla", "xla"]
@@ -131,7 +155,8 @@ class TestWhoGetsTheKernels:
             assert not chips.kernels_by_default()
             assert chips.current() == "v5p"
         with chips.assume("b200"):
-            assert not chips.takes_gpu_kernels("")
+            assert chips.takes_gpu_kernels("")
+            assert not chips.gpu_kernels_by_default()
             assert not chips.kernels_by_default()
         assert {*chips.HOPPERS, *chips.BLACKWELLS} == set(aot.GPUS)
 
@@ -169,6 +194,34 @@ class TestPlan:
         assert (planned.forward_plan.block, planned.query_plan.block) == blocks
         assert planned.query_plan.slots == slots
 
+    @pytest.mark.parametrize(
+        ("d", "m", "parts", "slots"),
+        [
+            (128, 128, (128, 128), (2, 1)),
+            (128, 64, (128, 128), (2, 1)),
+            (128, 256, (256, 128), (1, 1)),
+            (128, 512, (256, 128), (1, 1)),
+            (64, 512, (512, 256), (2, 2)),
+            (80, 320, (128, 128), (2, 1)),
+        ],
+    )
+    def test_what_is_in_shared_memory_of_a_blackwell(self, d, m, parts, slots):
+        with chips.assume("b200"):
+            planned = path.plan(self.PROBLEM._replace(d=d, m=m))
+        plans = planned.forward_plan, planned.query_plan
+        assert tuple(plan.part for plan in plans) == parts
+        assert tuple(plan.slots for plan in plans) == slots
+        for plan, operands in zip(plans, (1, 2), strict=True):
+            tiles = operands * plan.warpgroups * plan.slots * blackwell.ROWS
+            assert (2 * plan.part + tiles) * planned.head_size * 2 <= path.SHARED_BYTES
+
+    def test_blocks_of_keys_that_tensor_memory_has_no_room_for_are_refused(self):
+        with chips.assume("b200"):
+            wide = self.PROBLEM._replace(block_sizes=BlockSizes(keys=128))
+            assert path.plan(wide._replace(d=64)).forward_plan.block == 128
+            with pytest.raises(ValueError, match=r"block_sizes.keys=128; wanted 64"):
+                path.plan(wide)
+
     def test_popular_resources_are_shared_by_blocks_of_threads(self):
         # 65536 pairs are 8 tiles a resource: as many as one block of threads takes.
         assert path.plan(self.PROBLEM).forward_plan.splits == 1
@@ -178,22 +231,29 @@ class TestPlan:
         with pytest.raises(ValueError, match=r"head size d=256; on a GPU wanted at most 128; implementation='xla'"):
             path.plan(self.PROBLEM._replace(d=256))
 
-    def test_float32_is_refused_on_a_gpu(self, monkeypatch):
+    @pytest.mark.parametrize("chip", ["h200", "b200"])
+    def test_float32_is_refused_on_a_gpu(self, monkeypatch, chip):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        path.plan(self.PROBLEM)
-        with pytest.raises(ValueError, match=r"dtype=float32; wanted bfloat16 or float16.*implementation='xla'"):
-            path.plan(self.PROBLEM._replace(dtype=jnp.dtype("float32")))
+        with chips.assume(chip):
+            path.plan(self.PROBLEM)
+            with pytest.raises(ValueError, match=r"dtype=float32; wanted bfloat16 or float16.*implementation='xla'"):
+                path.plan(self.PROBLEM._replace(dtype=jnp.dtype("float32")))
 
 
-def random_tiles(begin: tuple[int, ...], dtype) -> Tiles:
+def random_tiles(module, begin: tuple[int, ...], dtype, m: int = 128) -> Tiles:
     """One tile more than `begin` tells of belongs to nobody, and its rows see nothing."""
-    tiles, resources, heads, m, d = begin[-1] + 1, len(begin) - 1, 1, 128, 64
+    tiles, resources, heads, d, tokens = begin[-1] + 1, len(begin) - 1, 1, 64, 100
     rng = np.random.default_rng(0)
     normal = lambda *size: jnp.asarray(rng.normal(size=size), dtype)  # noqa: E731
-    queries, table, rows = (tiles, ROWS, heads, d), (resources, m, heads, d), (tiles, heads, ROWS)
-    arrays = normal(*queries), normal(*table), normal(*table), normal(*queries)
+    query, table, rows = (tiles, module.ROWS, heads, d), (resources, m, heads, d), (tiles, heads, module.ROWS)
+    if module is blackwell:
+        token = jnp.asarray(rng.integers(0, tokens, (tiles, module.ROWS)), jnp.int32)
+        given = Queries(token, normal(tokens, heads, d), normal(tokens, heads, d)), (tokens, heads, d)
+    else:
+        given = normal(*query), query
+    arrays = given[0], normal(*table), normal(*table), normal(*given[1])
     shift, delta = normal(*rows).astype(jnp.float32) - 3, normal(*rows).astype(jnp.float32)
-    visible = rng.integers(0, m + 1, (tiles, ROWS))
+    visible = rng.integers(0, m + 1, (tiles, module.ROWS))
     visible[1, 40:] = visible[-1] = 0
     return Tiles(*arrays, shift, delta, Rows(jnp.asarray(begin, jnp.int32), jnp.asarray(visible, jnp.int32)))
 
@@ -209,16 +269,17 @@ class TestInAMesh:
     """JAX takes an axis of a kernel for one of the mesh if they have the same name: the kernel then asks which device
     it runs on, by a library that XLA does not have."""
 
-    def program(self) -> str:
+    def program(self, chip: str = "h200") -> str:
         axes = "data", "fsdp", "resource", "tensor"
         mesh = jax.sharding.AbstractMesh((1, 1, 1, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 4)
         inputs, static = random_inputs(SHARDED, jnp.bfloat16)
-        with chips.assume("h200"):
+        with chips.assume(chip):
             run = jax.jit(over_heads(mesh, static, "pallas_gpu"))
             return run.trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
 
-    def test_kernels_have_axes_of_their_own(self):
-        program = self.program()
+    @pytest.mark.parametrize("chip", ["h200", "b200"])
+    def test_kernels_have_axes_of_their_own(self, chip):
+        program = self.program(chip)
         assert program.count("custom_call @mosaic_gpu") == 3
         assert "collective_metadata_used" not in program
 
@@ -227,16 +288,24 @@ class TestInAMesh:
         assert self.program().count("optimization_barrier") == 3
 
     def test_which_is_how_one_would_see_it(self, monkeypatch):
-        monkeypatch.setattr(kernels, "_own", lambda axis: axis)
+        monkeypatch.setattr(common, "own", lambda axis: axis)
         assert "collective_metadata_used" in self.program()
 
 
 KERNELS = ["forward", "query_gradients", "key_gradients"]
 RESOURCES = (0, 3, 3, 4)  # the second has no tile
-LOOPS = Plan(scale=0.125, part=128, block=64, splits=2, slots=2, warpgroups=1, products="dot")
+LOOPS = Plan(scale=0.125, part=128, block=64, splits=2, slots=2, warpgroups=1, products="dot", num_context=2)
 PARTS = Plan(scale=0.125, part=64, block=64, splits=1, slots=1, warpgroups=1, products="dot")
 # A thread for every warpgroup: the interpreter compiles anew for each of them and each block of threads.
 TWO = Plan(scale=0.125, part=128, block=128, splits=1, slots=2, warpgroups=2, products="dot")
+CASES = {
+    "hopper, blocks of keys": (kernels, RESOURCES, 128, LOOPS),
+    "hopper, parts": (kernels, RESOURCES, 128, PARTS),
+    "hopper, two warpgroups": (kernels, (0, 3), 128, TWO),
+    "blackwell, blocks of keys": (blackwell, RESOURCES, 128, LOOPS),
+    "blackwell, parts": (blackwell, (0, 2), 256, PARTS._replace(part=128)),
+    "blackwell, two warpgroups": (blackwell, (0, 3), 128, TWO._replace(block=64, slots=1)),
+}
 
 
 class TestKernels:
@@ -251,20 +320,39 @@ class TestKernels:
         assert not calls.get_races().races_found
         calls.reset_gpu_interpret_mode_state()
 
-    @pytest.mark.parametrize(
-        ("begin", "plan"),
-        [(RESOURCES, LOOPS), (RESOURCES, PARTS), ((0, 3), TWO)],
-        ids=["blocks of keys", "parts", "two warpgroups"],
-    )
+    @pytest.mark.parametrize("case", CASES)
     @pytest.mark.parametrize("name", KERNELS)
-    def test_kernels_compute_what_their_models_do(self, interpreted, name, begin, plan):
-        tiles = random_tiles(begin, jnp.float32)
-        for actual, expected in zip(*(results(x, name, tiles, plan) for x in (kernels, elsewhere)), strict=True):
+    def test_kernels_compute_what_their_models_do(self, interpreted, name, case):
+        module, begin, m, plan = CASES[case]
+        tiles = random_tiles(module, begin, jnp.float32, m)
+        for actual, expected in zip(*(results(x, name, tiles, plan) for x in (module, elsewhere)), strict=True):
             assert_close(actual, expected, 1e-5, name)
 
-    def test_bfloat16(self, interpreted):
-        name, tiles = "query_gradients", random_tiles((0, 1), jnp.bfloat16)
-        for actual, expected in zip(*(results(x, name, tiles, LOOPS) for x in (kernels, elsewhere)), strict=True):
+    @pytest.mark.parametrize("module", [kernels, blackwell], ids=["hopper", "blackwell"])
+    def test_bfloat16(self, interpreted, module):
+        name, tiles = "query_gradients", random_tiles(module, (0, 1), jnp.bfloat16)
+        for actual, expected in zip(*(results(x, name, tiles, LOOPS) for x in (module, elsewhere)), strict=True):
             assert actual.dtype == expected.dtype
             # Probabilities are rounded relative to another maximum here and there: half a unit in the last place.
             assert_close(actual.astype(jnp.float32), expected.astype(jnp.float32), 2.0**-9, name)
+
+    def test_warpgroups_that_add_to_the_same_sums_give_the_same_bits_every_time(self, interpreted):
+        tiles, plan = random_tiles(blackwell, (0, 2), jnp.float32), CASES["blackwell, two warpgroups"][-1]
+        first, second = (results(blackwell, "key_gradients", tiles, plan) for _ in range(2))
+        jax.tree.map(np.testing.assert_array_equal, first, second)
+
+    def test_the_definition_of_a_whole_call_on_a_blackwell(self, interpreted, monkeypatch):
+        """Every kernel interpreted in its place on the path: tables, gather and sums per token around them."""
+        jax.clear_caches()
+        simple = {"products": "dot", "warpgroups": 1}
+        run = {
+            name: lambda *given, plan, name=name: getattr(blackwell, name)(*given, plan=plan._replace(**simple))
+            for name in KERNELS
+        }
+        monkeypatch.setattr(path, "elsewhere", types.SimpleNamespace(**run))
+        inputs, static = random_inputs(Shape(tokens=30, m=70, num_context=1, experts=1, slots=2, window=False))
+        with chips.assume("b200"):
+            actual = evaluate(inputs, static, "pallas_gpu")
+        expected = evaluate(inputs, static, "reference")
+        for (name, a), e in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+            assert_close(a, e, 1e-5, jax.tree_util.keystr(name))

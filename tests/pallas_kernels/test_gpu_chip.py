@@ -1,4 +1,4 @@
-"""The GPU kernels on a Hopper: `JAX_PLATFORMS=cuda python -m pytest tests/pallas_kernels/test_gpu_chip.py`.
+"""The GPU kernels on a Hopper or a B200: `JAX_PLATFORMS=cuda python -m pytest tests/pallas_kernels/test_gpu_chip.py`.
 
 `test_gpu` interprets the same kernels on a CPU, and `test_aot_gpu` compiles them without a GPU.
 """
@@ -13,9 +13,9 @@ import pytest
 from tests.pallas_kernels.base import NAMED, assert_close, attend, causal, unknown_resources
 from tests.pallas_kernels.cases import Inputs, Shape, Static, evaluate, random_inputs
 
-HOPPER = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
+HERE = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability in ("9.0", "10.0")
 pytestmark = pytest.mark.skipif(
-    not HOPPER, reason="there is no Hopper GPU here, or JAX_PLATFORMS does not let JAX use it"
+    not HERE, reason="there is no Hopper GPU or B200 here, or JAX_PLATFORMS does not let JAX use it"
 )
 
 ROUNDING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}

@@ -12,50 +12,31 @@ Shapes: N tiles, t rows a tile, R resources, m keys a resource, S parts of its k
 """
 
 import functools
-import math
-from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
+
+from pallas_kernels.block_sparse_attention.gpu.common import (
+    LOG2_E,
+    Plan,
+    Rows,
+    Tiles,
+    call,
+    columns,
+    copy,
+    for_tiles,
+    in_slots,
+    lines,
+    place,
+    swizzled,
+    transposed,
+)
+from pallas_kernels.block_sparse_attention.tile import finite
 
 ROWS = 64  # t: what one warpgroup multiplies
-LOG2_E = math.log2(math.e)
-
-
-class Plan(NamedTuple):
-    """How the kernels are cut."""
-
-    scale: float
-    part: int  # keys of a resource that are in shared memory at once
-    block: int  # keys of which a warpgroup has the scores in registers at once
-    splits: int  # blocks of threads that share the tiles of a resource
-    slots: int  # tiles in shared memory, a warpgroup; 2: copies overlap with work
-    warpgroups: Literal[1, 2] = 2  # of a block of threads; with 2, each may have 255 registers a thread
-    products: Literal["wgmma", "dot"] = "wgmma"
-
-
-class Rows(NamedTuple):
-    """The rows of all tiles. The tiles of resource r are begin[r] to begin[r + 1]; what lies past them is not read."""
-
-    begin: Int[Array, "R1"]
-    visible: Int[Array, "N t"]  # how many keys of its resource a row sees; 0 for padding
-
-
-class Tiles(NamedTuple):
-    """What both kernels of gradients take. With p = exp(scale q.k + shift) the gradient of a score is
-    p (d output . v - delta)."""
-
-    query: Float[Array, "N t H d"]
-    key: Float[Array, "R m H d"]
-    value: Float[Array, "R m H d"]
-    d_output: Float[Array, "N t H d"]
-    shift: Float[Array, "N H t"]
-    delta: Float[Array, "N H t"]
-    rows: Rows
 
 
 def forward(
@@ -73,7 +54,7 @@ def forward(
     dtype, parts = query.dtype, m // plan.part
 
     def kernel(begin, visible, query, key, value, output, lse, keys, rows, lse_smem, arrived):
-        part, warpgroup, head = _index("part", "warpgroup", "head")
+        part, warpgroup, head = place("part", "warpgroup", "head")
         k_smem, v_smem = keys
         q_smem, seen_smem = targets = [x.at[warpgroup] for x in rows]
 
@@ -83,35 +64,37 @@ def forward(
             def step(j, state):
                 first = 0 if state is None else pl.multiple_of(j * plan.block, plan.block)
                 here = pl.ds(first, plan.block)
-                score = _product(plan, q_smem.at[slot], _transposed(k_smem.at[here]))
+                score = _product(plan, q_smem.at[slot], transposed(k_smem.at[here]))
                 index = first + jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
-                score = jnp.where(index < _columns(seen, score), score * (plan.scale * LOG2_E), -jnp.inf)
+                score = jnp.where(index < columns(seen, score), score * (plan.scale * LOG2_E), -jnp.inf)
                 top = score.max(1) if state is None else jnp.maximum(state[0], score.max(1))
-                weight = jnp.exp2(score - _columns(_finite(top), score))
+                weight = jnp.exp2(score - columns(finite(top), score))
                 total, sums = weight.sum(1), None
                 if state is not None:
-                    keep = jnp.exp2(state[0] - _finite(top))
-                    total, sums = total + state[1] * keep, state[2] * _columns(keep, state[2])
+                    keep = jnp.exp2(state[0] - finite(top))
+                    total, sums = total + state[1] * keep, state[2] * columns(keep, state[2])
                 return top, total, _product(plan, weight.astype(dtype), v_smem.at[here], sums)
 
             top, total, sums = jax.lax.fori_loop(1, plan.part // plan.block, step, step(0, None))
-            output[part, tile, :, head] = sums / _columns(jnp.where(total > 0, total, 1.0), sums)
-            lse_smem[warpgroup] = (_finite(top) + jnp.log2(total)) / LOG2_E
+            output[part, tile, :, head] = sums / columns(jnp.where(total > 0, total, 1.0), sums)
+            lse_smem[warpgroup] = (finite(top) + jnp.log2(total)) / LOG2_E
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse.at[part, tile, head])
 
-        sources = lambda tile: (query.at[tile, :, head], visible.at[tile])  # noqa: E731
-        _for_tiles(begin, ((key, k_smem), (value, v_smem)), sources, targets, arrived, attend, plan)
+        def load_rows(tile, *slot):
+            copy((query.at[tile, :, head], visible.at[tile]), targets, *slot)
 
-    in_slots = (plan.warpgroups, plan.slots, ROWS)
-    return _call(
+        for_tiles(begin, ((key, k_smem), (value, v_smem)), load_rows, arrived, attend, plan)
+
+    slots = (plan.warpgroups, plan.slots, ROWS)
+    return call(
         kernel,
         "block_sparse_attention_forward",
         plan,
         (*rows, query, key, value),
         [((parts, *query.shape), jnp.float32), ((parts, tiles, heads, ROWS), jnp.float32)],
-        [_swizzled((plan.part, d), dtype)] * 2,
-        [_swizzled((*in_slots, d), dtype), plgpu.SMEM(in_slots, jnp.int32)],
+        [swizzled((plan.part, d), dtype)] * 2,
+        [swizzled((*slots, d), dtype), plgpu.SMEM(slots, jnp.int32)],
         plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32),
         [plgpu.Barrier(num_arrivals=2), plgpu.Barrier(num_arrivals=2, num_barriers=plan.warpgroups * plan.slots)],
         axes={"resource": resources, "split": plan.splits, "part": parts, "head": heads},
@@ -127,7 +110,7 @@ def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"]
     dtype, parts = tiles.query.dtype, m // plan.part
 
     def kernel(begin, visible, query, key, value, d_output, shift, delta, d_query, d_bias, keys, rows, *more):
-        part, warpgroup, head = _index("part", "warpgroup", "head")
+        part, warpgroup, head = place("part", "warpgroup", "head")
         (k_smem, v_smem), (bias_smem, arrived) = keys, more
         q_smem, do_smem, seen_smem, shift_smem, delta_smem = targets = [x.at[warpgroup] for x in rows]
 
@@ -138,11 +121,11 @@ def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"]
             def step(j, state):
                 first = pl.multiple_of(j * plan.block, plan.block)
                 here, (d_query, d_bias) = pl.ds(first, plan.block), state
-                score = _product(plan, q_smem.at[slot], _transposed(k_smem.at[here])) * (plan.scale * LOG2_E)
+                score = _product(plan, q_smem.at[slot], transposed(k_smem.at[here])) * (plan.scale * LOG2_E)
                 index = first + jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
-                weight = jnp.where(index < _columns(seen, score), jnp.exp2(score + _columns(shift, score)), 0.0)
-                d_weight = _product(plan, do_smem.at[slot], _transposed(v_smem.at[here]))
-                d_score = weight * (d_weight - _columns(delta, score))
+                weight = jnp.where(index < columns(seen, score), jnp.exp2(score + columns(shift, score)), 0.0)
+                d_weight = _product(plan, do_smem.at[slot], transposed(v_smem.at[here]))
+                d_score = weight * (d_weight - columns(delta, score))
                 d_query = _product(plan, d_score.astype(dtype), k_smem.at[here], d_query)
                 return d_query, d_bias + d_score.sum(1)
 
@@ -153,17 +136,19 @@ def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"]
             plgpu.copy_smem_to_gmem(q_smem.at[slot], d_query.at[part, tile, :, head])
             plgpu.copy_smem_to_gmem(bias_smem.at[warpgroup], d_bias.at[part, tile, head])
 
-        sources = functools.partial(_rows, head, query, d_output, visible, shift, delta)
-        _for_tiles(begin, ((key, k_smem), (value, v_smem)), sources, targets, arrived, differentiate, plan)
+        def load_rows(tile, *slot):
+            copy(_rows(head, query, d_output, visible, shift, delta, tile), targets, *slot)
 
-    return _call(
+        for_tiles(begin, ((key, k_smem), (value, v_smem)), load_rows, arrived, differentiate, plan)
+
+    return call(
         kernel,
         "block_sparse_attention_d_query",
         plan,
         (*tiles.rows, *tiles[:-1]),
         [((parts, *tiles.query.shape), dtype), ((parts, count, heads, ROWS), jnp.float32)],
-        [_swizzled((plan.part, d), dtype)] * 2,
-        _in_slots((plan.warpgroups, plan.slots, ROWS), d, dtype),
+        [swizzled((plan.part, d), dtype)] * 2,
+        in_slots((plan.warpgroups, plan.slots, ROWS), d, dtype),
         plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32),
         [plgpu.Barrier(num_arrivals=2), plgpu.Barrier(num_arrivals=5, num_barriers=plan.warpgroups * plan.slots)],
         axes={"resource": resources, "split": plan.splits, "part": parts, "head": heads},
@@ -180,7 +165,7 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
     dtype, part = tiles.query.dtype, plan.warpgroups * ROWS
 
     def kernel(begin, visible, query, key, value, d_output, shift, delta, d_key, d_value, keys, rows, *more):
-        resource, part_index, head, warpgroup = _index("resource", "part", "head", "warpgroup")
+        resource, part_index, head, warpgroup = place("resource", "part", "head", "warpgroup")
         out_smem, (keys_arrived, arrived, consumed) = more
         (k_smem, v_smem), (q_smem, do_smem, seen_smem, shift_smem, delta_smem) = (x.at[warpgroup] for x in keys), rows
         first_key = part_index * part + warpgroup * ROWS
@@ -191,21 +176,20 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
             slot, tile = jax.lax.rem(i, plan.slots), first_tile + i
             # Both warpgroups read the slot: it is free when both have said so.
             pl.when(i >= plan.slots)(lambda: plgpu.barrier_wait(consumed.at[slot]))
-            for source, target in zip(_rows(head, query, d_output, visible, shift, delta, tile), rows, strict=True):
-                plgpu.copy_gmem_to_smem(source, target.at[slot], arrived.at[slot])
+            copy(_rows(head, query, d_output, visible, shift, delta, tile), rows, slot, arrived.at[slot])
 
         def step(i, state):
             d_key, d_value = state
             slot, ahead = jax.lax.rem(i, plan.slots), i + plan.slots - 1
             pl.when(leads & (ahead < count))(lambda: load(ahead))
             plgpu.barrier_wait(arrived.at[slot])
-            score = _product(plan, k_smem, _transposed(q_smem.at[slot])) * (plan.scale * LOG2_E)
+            score = _product(plan, k_smem, transposed(q_smem.at[slot])) * (plan.scale * LOG2_E)
             index = first_key + jax.lax.broadcasted_iota(jnp.int32, score.shape, 0)
-            weight = jnp.exp2(score + _lines(shift_smem[slot] * LOG2_E, score))
-            weight = jnp.where(index < _lines(seen_smem[slot], score), weight, 0.0)
+            weight = jnp.exp2(score + lines(shift_smem[slot] * LOG2_E, score))
+            weight = jnp.where(index < lines(seen_smem[slot], score), weight, 0.0)
             d_value = _product(plan, weight.astype(dtype), do_smem.at[slot], d_value)
-            d_weight = _product(plan, v_smem, _transposed(do_smem.at[slot]))
-            d_score = weight * (d_weight - _lines(delta_smem[slot], score))
+            d_weight = _product(plan, v_smem, transposed(do_smem.at[slot]))
+            d_score = weight * (d_weight - lines(delta_smem[slot], score))
             d_key = _product(plan, d_score.astype(dtype), q_smem.at[slot], d_key)
             plgpu.commit_smem()  # what was read here comes before what the copy engine writes next
             plgpu.barrier_arrive(consumed.at[slot])
@@ -230,15 +214,15 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
             plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], target.at[mine])
             plgpu.wait_smem_to_gmem(0)
 
-    return _call(
+    return call(
         kernel,
         "block_sparse_attention_d_key",
         plan,
         (*tiles.rows, *tiles[:-1]),
         [(tiles.key.shape, jnp.float32)] * 2,
-        [_swizzled((plan.warpgroups, ROWS, d), dtype)] * 2,
-        _in_slots((plan.slots, ROWS), d, dtype),
-        _swizzled((plan.warpgroups, ROWS, d), jnp.float32),
+        [swizzled((plan.warpgroups, ROWS, d), dtype)] * 2,
+        in_slots((plan.slots, ROWS), d, dtype),
+        swizzled((plan.warpgroups, ROWS, d), jnp.float32),
         [
             plgpu.Barrier(num_arrivals=2, num_barriers=plan.warpgroups),
             plgpu.Barrier(num_arrivals=5, num_barriers=plan.slots),
@@ -246,37 +230,6 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
         ],
         axes={"resource": resources, "part": m // part, "head": heads},
     )
-
-
-def _call(kernel, name: str, plan: Plan, arrays, results, *scratch, axes: dict[str, int]):
-    """The last axis runs fastest: the heads of a tile are neighbours in memory."""
-    run = plgpu.kernel(
-        kernel,
-        out_type=tuple(jax.ShapeDtypeStruct(*result) for result in results),
-        scratch_types=scratch,
-        grid=tuple(axes.values()),
-        grid_names=tuple(map(_own, axes)),
-        num_threads=plan.warpgroups,
-        thread_name=_own("warpgroup"),
-        kernel_name=name,
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )
-    return run(*arrays)
-
-
-def _own(axis: str) -> str:
-    """An axis of the grid. JAX takes one that the mesh has too for the mesh's."""
-    return f"kernel_{axis}"
-
-
-def _index(*axes: str) -> list[Int[Array, ""]]:
-    """The place of this block of threads, or of this warpgroup in it, on axes of the grid."""
-    return [jax.lax.axis_index(_own(axis)) for axis in axes]
-
-
-def _in_slots(slots: tuple[int, ...], d: int, dtype: DTypeLike) -> list:
-    """Room for what `_rows` names."""
-    return [_swizzled((*slots, d), dtype)] * 2 + [plgpu.SMEM(slots, kind) for kind in (jnp.int32, *[jnp.float32] * 2)]
 
 
 def _rows(head, query, d_output, visible, shift, delta, tile):
@@ -289,26 +242,14 @@ def _rows(head, query, d_output, visible, shift, delta, tile):
     )
 
 
-def _swizzled(shape: tuple[int, ...], dtype: DTypeLike):
-    """Shared memory as WGMMA and TMA want it: rows of 128 bytes, in groups of 8, without bank conflicts."""
-    tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
-
-
-class _transposed(NamedTuple):
-    """A matrix in shared memory whose transpose is multiplied with."""
-
-    ref: Any
-
-
 def _product(plan: Plan, a, b, sums=None):
     """sums + a @ b, accumulated in float32: a in registers or shared memory, b in shared memory."""
     if plan.products == "dot":
         a = a if isinstance(a, jax.Array) else a[...]
-        b = b.ref[...].T if isinstance(b, _transposed) else b[...]
+        b = b.ref[...].T if isinstance(b, transposed) else b[...]
         product = jnp.dot(a, b, preferred_element_type=jnp.float32)
         return product if sums is None else sums + product
-    b = plgpu.transpose_ref(b.ref, (1, 0)) if isinstance(b, _transposed) else b
+    b = plgpu.transpose_ref(b.ref, (1, 0)) if isinstance(b, transposed) else b
     if sums is not None:
         return pl.run_state(lambda sums: plgpu.wgmma(sums, a, b))(plgpu.ACC.init(sums))
 
@@ -317,64 +258,3 @@ def _product(plan: Plan, a, b, sums=None):
         return sums[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
-
-
-def _columns(x, like):
-    """A number a row, for every column."""
-    return jax.lax.broadcast_in_dim(x, like.shape, [0])
-
-
-def _lines(x, like):
-    """A number a column, for every row."""
-    return jax.lax.broadcast_in_dim(x, like.shape, [1])
-
-
-def _finite(x):
-    return jnp.where(x > -jnp.inf, x, 0.0)
-
-
-def _for_tiles(begin, tables, sources, targets, arrived, work, plan: Plan) -> None:
-    """work(tile, slot) on every tile of a warpgroup, loading ahead as far as there are slots.
-
-    Keys and values of this part are loaded by one warpgroup; both wait for them. `work` ends with its copies out under
-    way.
-
-    Args:
-      tables: where keys and values are, and where they go.
-      sources: a tile's number -> where its rows are. targets: where they go, a slot each.
-    """
-    resource, split, part, head, warpgroup = _index("resource", "split", "part", "head", "warpgroup")
-    table_arrived, tile_arrived = arrived
-    # Every `step`-th tile from the first; the block of threads has some if its first warpgroup has.
-    step, end = plan.warpgroups * plan.splits, begin[resource + 1]
-    leader = begin[resource] + plan.warpgroups * split
-    first, some = leader + warpgroup, leader < end
-    number = jax.lax.div(jnp.maximum(end - first, 0) + (step - 1), step)
-
-    def arrival(i):
-        return tile_arrived.at[warpgroup * plan.slots + jax.lax.rem(i, plan.slots)]
-
-    def load(i):
-        slot = jax.lax.rem(i, plan.slots)
-        for source, target in zip(sources(first + i * step), targets, strict=True):
-            plgpu.copy_gmem_to_smem(source, target.at[slot], arrival(i))
-
-    @pl.when(some & (warpgroup == 0))
-    def _():
-        for source, target in tables:
-            here = source.at[resource, pl.ds(part * plan.part, plan.part), head]
-            plgpu.copy_gmem_to_smem(here, target, table_arrived)
-
-    pl.when(some)(lambda: plgpu.barrier_wait(table_arrived))
-    for i in range(plan.slots - 1):
-        pl.when(i < number)(functools.partial(load, jnp.int32(i)))
-
-    @pl.loop(0, number)
-    def _(i):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left the slot that is loaded next
-        pl.when(i + plan.slots - 1 < number)(lambda: load(i + plan.slots - 1))
-        slot = jax.lax.rem(i, plan.slots)
-        plgpu.barrier_wait(arrival(i))
-        work(first + i * step, slot)
-
-    plgpu.wait_smem_to_gmem(0)

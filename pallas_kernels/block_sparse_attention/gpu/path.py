@@ -1,23 +1,25 @@
-"""Block-sparse attention on Hopper GPUs: rows gathered and results merged in XLA, the tiles in `kernels`.
+"""Block-sparse attention on GPUs: results merged in XLA, the tiles in `kernels` (Hopper) or `blackwell`.
 
-Rows of queries are gathered to their tiles, since Hopper's copy engine cannot; what a tile gives for each of its pairs
-is stored as it comes, and every token adds up its own pairs, in order. Off a GPU the tiles are computed by `elsewhere`.
+Hopper's copy engine cannot gather, so XLA gathers the rows of queries to their tiles first; on a Blackwell the kernels
+gather them. What a tile gives for each of its pairs is stored as it comes, and every token adds up its own pairs, in
+order. Off a GPU the tiles are computed by `elsewhere`.
 
 Shapes: T tokens, K slots, R resources, m keys a resource, H heads, d head size, N tiles, t rows a tile, S parts of m.
 """
 
 import functools
-from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import tables as tables_lib
 from pallas_kernels.block_sparse_attention.block_sizes import BlockSizes
-from pallas_kernels.block_sparse_attention.gpu import elsewhere, kernels
-from pallas_kernels.block_sparse_attention.gpu.kernels import ROWS, Plan, Rows
+from pallas_kernels.block_sparse_attention.gpu import blackwell, elsewhere, kernels
+from pallas_kernels.block_sparse_attention.gpu.common import Plan, Queries, Rows, Tiles
 from pallas_kernels.block_sparse_attention.tables import Tables
 from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem
@@ -26,6 +28,8 @@ from pallas_kernels.varying import varying
 TYPES = (jnp.bfloat16, jnp.float16)
 LARGEST_HEAD = 128
 TABLE_BYTES = 128 * 1024  # of shared memory, for the keys and values of one resource and head
+SHARED_BYTES = 224 * 1024  # of 227 KiB, for matrices
+TENSOR_COLUMNS = 512  # of a Blackwell's tensor memory; a float32 a row each
 TILES_A_BLOCK = 8  # of a resource with an average number of pairs
 
 
@@ -40,6 +44,11 @@ class Path(NamedTuple):
     tiles_a_block: int
 
     @property
+    def kernels(self) -> ModuleType:
+        """Those of the generation that is planned for."""
+        return blackwell if self.forward_plan.products == "tcgen05" else kernels
+
+    @property
     def block_sizes(self) -> BlockSizes:
         """Keys at once in the forward pass and the gradients of keys, and the tiles of a block of threads."""
         return BlockSizes(keys=self.forward_plan.block, tiles=self.tiles_a_block)
@@ -48,13 +57,13 @@ class Path(NamedTuple):
         """Tiles of as many rows as a warpgroup multiplies."""
         most = self.problem.resources, self.problem.max_pairs
         resource = jnp.minimum(pairs.resource, most[0] - 1)  # hidden, but every pair has a row
-        return tables_lib.build(resource, pairs.count, *most, ROWS)
+        return tables_lib.build(resource, pairs.count, *most, self.kernels.ROWS)
 
     def forward(self, inputs: Inputs, tables: Tables, start: Partial) -> tuple[Partial, Float[Array, "T K S H"]]:
         """Every pair on its own, then one distribution per token."""
         tiles = _tiles(self, inputs.pairs, tables)
         arrays = *_arrays(self, inputs, tiles), tiles.rows
-        output_SNtHd, lse_SNHt = _run(kernels.forward, elsewhere.forward, self.forward_plan, *arrays)
+        output_SNtHd, lse_SNHt = _run(self, "forward", self.forward_plan, *arrays)
         output_TKSHd = _to_slots(output_SNtHd[..., : self.problem.d], tiles)
         lse_TKSH = _to_slots(lse_SNHt.swapaxes(2, 3), tiles, fill=-jnp.inf) + tiles.bias_TK[..., None, None]
         top = finite(jnp.maximum(lse_TKSH.max((1, 2)), start.lse))
@@ -74,11 +83,13 @@ class Path(NamedTuple):
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
         """Scores once more for the queries, and once more, transposed, for the keys."""
         problem, tiles = self.problem, _tiles(self, inputs.pairs, tables)
-        d_output = _padded(self, cotangents.output.astype(problem.dtype).at[tiles.token].get(mode="clip"))
+        d_output = _padded(self, cotangents.output.astype(problem.dtype))
+        if self.kernels is kernels:  # which do not gather
+            d_output = d_output.at[tiles.token].get(mode="clip")
         lse, delta = (x.at[tiles.token].get(mode="clip").swapaxes(1, 2) for x in cotangents[1:])
-        given = kernels.Tiles(*_arrays(self, inputs, tiles), d_output, tiles.bias - lse, delta, tiles.rows)
-        d_query_SNtHd, d_bias_SNHt = _run(kernels.query_gradients, elsewhere.query_gradients, self.query_plan, given)
-        d_tables = _run(kernels.key_gradients, elsewhere.key_gradients, self.key_plan, given)
+        given = Tiles(*_arrays(self, inputs, tiles), d_output, tiles.bias - lse, delta, tiles.rows)
+        d_query_SNtHd, d_bias_SNHt = _run(self, "query_gradients", self.query_plan, given)
+        d_tables = _run(self, "key_gradients", self.key_plan, given)
         d_key, d_value = (x[:, : problem.m, :, : problem.d] for x in d_tables)
 
         d_query_TKSHd = _to_slots(d_query_SNtHd[..., : problem.d], tiles).astype(jnp.float32)
@@ -103,26 +114,67 @@ def plan(problem: Problem) -> Path:
             f"dtype={jnp.dtype(problem.dtype).name}; wanted bfloat16 or float16, since the tensor cores would round "
             "anything longer" + instead
         )
-    head_size, m = (64 if problem.d <= 64 else 128), -(-problem.m // ROWS) * ROWS
-    most = TABLE_BYTES // (2 * 2 * head_size)
-    part = max(keys for keys in range(ROWS, min(m, most) + 1, ROWS) if m % keys == 0)
+    head_size = 64 if problem.d <= 64 else 128
+    path = _blackwell(problem, head_size) if chips.is_blackwell() else _hopper(problem, head_size)
+    wanted = problem.block_sizes.keys
+    if wanted not in (None, *(fitting := _fitting_blocks(path))):
+        raise ValueError(f"block_sizes.keys={wanted}; wanted {' or '.join(map(str, fitting))}")
+    return path
+
+
+def _hopper(problem: Problem, head_size: int) -> Path:
+    part = _part(problem, head_size, kernels.ROWS, TABLE_BYTES)
     # Scores of 128 keys at once where that leaves registers enough: small heads, or nothing carried to a next block.
     block = 128 if part % 128 == 0 and (part == 128 or head_size == 64) else 64
-    sizes = problem.block_sizes
-    fitting = [keys for keys in (ROWS, 2 * ROWS) if part % keys == 0]
-    if sizes.keys not in (None, *fitting):
-        raise ValueError(f"block_sizes.keys={sizes.keys}; wanted {' or '.join(map(str, fitting))}")
-    block, tiles_a_block = sizes.keys or block, sizes.tiles or TILES_A_BLOCK
-    tiles = problem.max_pairs / problem.resources / ROWS
-    common = Plan(problem.scale, part, block, splits=max(1, round(tiles / tiles_a_block)), slots=2)
+    common = _common(problem, kernels.ROWS)._replace(part=part, block=problem.block_sizes.keys or block)
     return Path(
         problem,
         head_size,
         common,
         common._replace(block=64, slots=2 if part * head_size <= TABLE_BYTES // 8 else 1),
-        common._replace(warpgroups=2 if m % 128 == 0 else 1),
-        tiles_a_block,
+        common._replace(warpgroups=2 if _whole(problem.m, kernels.ROWS) % 128 == 0 else 1),
+        problem.block_sizes.tiles or TILES_A_BLOCK,
     )
+
+
+def _blackwell(problem: Problem, head_size: int) -> Path:
+    """Two warpgroups have a tile of 128 rows each: of queries, and in the gradients of queries of output gradients."""
+    rows = blackwell.ROWS
+
+    def plan(operands: int, table_bytes: int) -> Plan:
+        part, tiles = _part(problem, head_size, rows, table_bytes), operands * 2 * rows * head_size * 2
+        slots = min(2, (SHARED_BYTES - part * head_size * 2 * 2) // tiles)
+        return _common(problem, rows)._replace(part=part, slots=slots, products="tcgen05")
+
+    # Of small heads there is tensor memory for the scores of 128 keys.
+    forward = plan(1, TABLE_BYTES)._replace(block=problem.block_sizes.keys or (128 if head_size == 64 else 64))
+    query, tiles_a_block = plan(2, TABLE_BYTES // 2), problem.block_sizes.tiles or TILES_A_BLOCK
+    return Path(problem, head_size, forward, query, query._replace(slots=2), tiles_a_block)
+
+
+def _common(problem: Problem, rows: int) -> Plan:
+    """What all kernels have; the rest is to be replaced."""
+    tiles = problem.max_pairs / problem.resources / rows
+    splits = max(1, round(tiles / (problem.block_sizes.tiles or TILES_A_BLOCK)))
+    return Plan(problem.scale, part=0, block=64, splits=splits, slots=2, num_context=problem.num_context)
+
+
+def _part(problem: Problem, head_size: int, rows: int, table_bytes: int) -> int:
+    """As many keys as fit, of which whole parts make up a resource."""
+    m, most = _whole(problem.m, rows), table_bytes // (2 * 2 * head_size)
+    return max(keys for keys in range(rows, min(m, most) + 1, rows) if m % keys == 0)
+
+
+def _fitting_blocks(path: Path) -> list[int]:
+    """Of keys: those that divide a part, and on a Blackwell leave tensor memory for scores, weights and sums."""
+    part = path.forward_plan.part
+    columns = TENSOR_COLUMNS // path.forward_plan.warpgroups - path.head_size
+    tensor_memory = path.kernels is blackwell
+    return [keys for keys in (64, 128) if part % keys == 0 and not (tensor_memory and keys + keys // 2 > columns)]
+
+
+def _whole(m: int, rows: int) -> int:
+    return -(-m // rows) * rows
 
 
 class _Tiles(NamedTuple):
@@ -157,19 +209,23 @@ def _tiles(path: Path, pairs: Pairs, tables: Tables) -> _Tiles:
     return jax.lax.optimization_barrier(tiles)
 
 
-def _arrays(path: Path, inputs: Inputs, tiles: _Tiles) -> tuple[Array, Array, Array]:
-    """Queries [N, t, H, D]: rotated in the tiles of the context, the others in those of the experts. Keys and values
-    [R, M, H, D] in whole blocks of keys; no row sees the padding."""
-    # A row that is not wanted is read from token 0: always the same, and so from the cache.
-    token, expert = tiles.token, tiles.expert
-    rotated = inputs.query.at[jnp.where(expert, 0, token)].get(mode="clip")
-    other = inputs.query_expert.at[jnp.where(expert, token, 0)].get(mode="clip")
-    query, more = jnp.where(expert[..., None, None], other, rotated), -path.problem.m % ROWS
-    return _padded(path, query), _padded(path, inputs.key, more), _padded(path, inputs.value, more)
+def _arrays(path: Path, inputs: Inputs, tiles: _Tiles) -> tuple[Array | Queries, Array, Array]:
+    """Queries [N, t, H, D], or of all tokens where the kernels gather them: rotated in the tiles of the context, the
+    others in those of the experts. Keys and values [R, M, H, D] in whole blocks of keys; no row sees the padding."""
+    more = _whole(path.problem.m, path.kernels.ROWS) - path.problem.m
+    key, value = _padded(path, inputs.key, more), _padded(path, inputs.value, more)
+    queries = Queries(tiles.token, inputs.query, inputs.query_expert)
+    if path.kernels is kernels:
+        return _padded(path, queries.gathered(tiles.expert)), key, value
+    last = path.problem.tokens - 1
+    return Queries(jnp.minimum(tiles.token, last), *(_padded(path, x) for x in queries[1:])), key, value
 
 
-def _padded(path: Path, x: Float[Array, "B j H d"], more: int = 0) -> Float[Array, "B J H D"]:
-    return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, path.head_size - path.problem.d)))
+def _padded(path: Path, x: Float[Array, "*B d"], more: int = 0) -> Float[Array, "*B D"]:
+    """Heads of the size that kernels take, and `more` keys in the second dimension."""
+    widths = [(0, 0)] * x.ndim
+    widths[1], widths[-1] = (0, more), (0, path.head_size - path.problem.d)
+    return jnp.pad(x, widths)
 
 
 def _to_slots(x: Shaped[Array, "S N t *U"], tiles: _Tiles, fill: int | float = 0.0) -> Shaped[Array, "T K S *U"]:
@@ -181,14 +237,14 @@ def _to_slots(x: Shaped[Array, "S N t *U"], tiles: _Tiles, fill: int | float = 0
     return jnp.moveaxis(jnp.where(used, x, fill), 0, 2)
 
 
-def _run(kernel: Callable, same: Callable, plan: Plan, *arrays):
-    """The kernel on a GPU, the same in XLA elsewhere."""
-    first = jax.tree.leaves(arrays)[0]
-    if first.dtype not in TYPES:  # `plan` has refused it where there is a GPU
-        return same(*arrays, plan=plan)
+def _run(path: Path, name: str, plan: Plan, *arrays):
+    """The kernel of that name on a GPU, the same in XLA elsewhere."""
+    kernel, same = (functools.partial(getattr(of, name), plan=plan) for of in (path.kernels, elsewhere))
+    if path.problem.dtype not in TYPES:  # `plan` has refused it where there is a GPU
+        return same(*arrays)
 
     def cuda(*arrays):
         # Inside shard_map results vary over the axes of the mesh over which arguments do; Mosaic GPU does not say so.
-        return varying(kernel(*arrays, plan=plan), jax.typeof(first).manual_axis_type.varying)
+        return varying(kernel(*arrays), jax.typeof(jax.tree.leaves(arrays)[0]).manual_axis_type.varying)
 
-    return jax.lax.platform_dependent(*arrays, cuda=cuda, default=functools.partial(same, plan=plan))
+    return jax.lax.platform_dependent(*arrays, cuda=cuda, default=same)
