@@ -45,6 +45,7 @@ class Job(NamedTuple):
 
     @classmethod
     def all_of(cls, layout: Layout) -> list["Job"]:
+        """All tokens and heads of a tile: heads that share a row are neighbours."""
         firsts = range(0, layout.tile, min(COLUMNS, layout.tile))
         return [
             cls(unit, position, head, first)
@@ -54,6 +55,7 @@ class Job(NamedTuple):
         ]
 
     def columns(self, layout: Layout) -> slice:
+        """Its tokens."""
         return slice(self.first, self.first + min(COLUMNS, layout.tile))
 
     def lanes(self, layout: Layout) -> slice:
@@ -87,6 +89,7 @@ class Sums:
         self.partial: dict[tuple[int, int], Any] = {}
 
     def add(self, job: Job, x) -> None:
+        """x: what the job gives, in the lanes of its unit."""
         key, n = (job.unit, job.first), self.layout.rows_a_unit
         x = self.partial.pop(key, 0.0) + own(x, job, self.layout)
         if job.head != self.layout.units[job.unit][-1]:
@@ -105,6 +108,7 @@ def by_head(jobs: Sequence[Job], values: Sequence, layout: Layout) -> list:
 
 
 def stack(rows: list, size: int):
+    """Rows (1, t) one below the other, zeros below them."""
     if len(rows) < size:  # the compiler has no arrays without rows
         rows = [*rows, jnp.zeros((size - len(rows), rows[0].shape[1]), F32)]
     return jnp.concatenate(rows, axis=0)
