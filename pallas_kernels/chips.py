@@ -90,17 +90,19 @@ def kernels_by_default() -> bool:
 
 def gpu_kernels_by_default() -> bool:
     """The same of GPU kernels, on a Hopper. A B200 has kernels too, and is told of them, once."""
-    if _assumed:
-        return _assumed[-1] in HOPPERS and _on_one_device()
-    if jax.default_backend() != "gpu":
-        return False
-    device = jax.devices()[0]
-    if device.compute_capability == _BLACKWELL:
+    if is_blackwell() and not _assumed:
         _say_once(
-            f"{device.device_kind} gets 'xla'; implementation='pallas_gpu' may be asked for: its kernels for compute "
-            f"capability {_BLACKWELL} compile, and are untested on hardware"
+            f"{jax.devices()[0].device_kind} gets 'xla'; implementation='pallas_gpu' may be asked for: its kernels for "
+            f"compute capability {_BLACKWELL} compile, and are untested on hardware"
         )
-    return device.compute_capability == _HOPPER and _on_one_device()
+    return _capability() == _HOPPER and _on_one_device()
+
+
+def _capability() -> str | None:
+    """Of the GPU that code is traced for, assumed or there; None: it is for no GPU. An assumed one has kernels."""
+    if _assumed:
+        return _HOPPER if _assumed[-1] in HOPPERS else _BLACKWELL if _assumed[-1] in BLACKWELLS else None
+    return jax.devices()[0].compute_capability if jax.default_backend() == "gpu" else None
 
 
 def _on_one_device() -> bool:
@@ -115,14 +117,12 @@ def is_cpu() -> bool:
 
 def is_gpu() -> bool:
     """Whether code is traced for a GPU, assumed or there."""
-    return _assumed[-1] in (*HOPPERS, *BLACKWELLS) if _assumed else jax.default_backend() == "gpu"
+    return _capability() is not None
 
 
 def is_blackwell() -> bool:
     """Whether code is traced for a B200, assumed or there."""
-    if _assumed:
-        return _assumed[-1] in BLACKWELLS
-    return jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == _BLACKWELL
+    return _capability() == _BLACKWELL
 
 
 def takes_gpu_kernels(wanted: str) -> bool:
@@ -135,20 +135,20 @@ def takes_gpu_kernels(wanted: str) -> bool:
       ValueError: there is no GPU.
     """
     if _assumed:
-        return _assumed[-1] in (*HOPPERS, *BLACKWELLS)
+        return is_gpu()
     if (platform := jax.default_backend()) != "gpu":
         raise ValueError(
             f"{wanted} needs a Hopper GPU (H100, H200) or a B200, and JAX runs on a {platform}: leave it out, and the "
             "best for the device is chosen"
         )
-    device = jax.devices()[0]
-    if device.compute_capability == _BLACKWELL:
-        _say_once(f"{wanted}: these kernels have never run on a {device.device_kind}; compare them with 'xla'")
-    if device.compute_capability in (_HOPPER, _BLACKWELL):
+    kind, capability = jax.devices()[0].device_kind, _capability()
+    if capability == _BLACKWELL:
+        _say_once(f"{wanted}: these kernels have never run on a {kind}; compare them with 'xla'")
+    if capability in (_HOPPER, _BLACKWELL):
         return True
     _say_once(
         f"{wanted}: these kernels are for compute capability {_HOPPER} (H100, H200) and {_BLACKWELL} (B200); "
-        f"{device.device_kind} has {device.compute_capability} and gets 'xla'"
+        f"{kind} has {capability} and gets 'xla'"
     )
     return False
 

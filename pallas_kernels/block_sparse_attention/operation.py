@@ -51,8 +51,8 @@ class Path(Protocol):
         log-sum-exp."""
 
     def backward(self, inputs: Inputs, tables: Any, cotangents: Cotangents, start: Gradients) -> Gradients:
-        """Adds the gradients through the routed pairs to those of `start`, which has none of `query_expert` and `bias`,
-        and finishes them."""
+        """Adds the gradients through the routed pairs to `start`, where those of `query_expert` and `bias` are 0, and
+        finishes them."""
 
 
 class NoPairs(NamedTuple):

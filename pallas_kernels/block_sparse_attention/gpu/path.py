@@ -138,17 +138,18 @@ def _hopper(problem: Problem, head_size: int) -> Path:
 
 
 def _blackwell(problem: Problem, head_size: int) -> Path:
-    """Two warpgroups have a tile of 128 rows each: of queries, and in the gradients of queries of output gradients."""
+    """Each of two warpgroups has tiles of 128 rows in shared memory: of queries, and for their gradients of output
+    gradients too."""
     rows = blackwell.ROWS
 
-    def plan(operands: int, table_bytes: int) -> Plan:
+    def cut(operands: int, table_bytes: int) -> Plan:
         part, tiles = _part(problem, head_size, rows, table_bytes), operands * 2 * rows * head_size * 2
         slots = min(2, (SHARED_BYTES - part * head_size * 2 * 2) // tiles)
         return _common(problem, rows)._replace(part=part, slots=slots, products="tcgen05")
 
     # Of small heads there is tensor memory for the scores of 128 keys.
-    forward = plan(1, TABLE_BYTES)._replace(block=problem.block_sizes.keys or (128 if head_size == 64 else 64))
-    query, tiles_a_block = plan(2, TABLE_BYTES // 2), problem.block_sizes.tiles or TILES_A_BLOCK
+    forward = cut(1, TABLE_BYTES)._replace(block=problem.block_sizes.keys or (128 if head_size == 64 else 64))
+    query, tiles_a_block = cut(2, TABLE_BYTES // 2), problem.block_sizes.tiles or TILES_A_BLOCK
     return Path(problem, head_size, forward, query, query._replace(slots=2), tiles_a_block)
 
 

@@ -152,7 +152,7 @@ class Path(NamedTuple):
         return tuple(layout_lib.to_rows(x, self.layout) for x in both)
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
-        """Gradients of queries are written window by window; keys, values and biases are added to."""
+        """Window by window: gradients of queries and biases are written, those of keys and values added to."""
         query, query_expert, key, value, *_ = inputs
         layout, problem, tiles = self.layout, self.problem, tables.tiles
         cores = functools.partial(jnp.pad, pad_width=[(0, layout.cores - 1), *[(0, 0)] * 3])  # zeros for the others
@@ -175,7 +175,7 @@ class Path(NamedTuple):
         d_queries, d_bias, d_key, d_value = state
         d_query, d_query_expert = (layout_lib.from_rows(x, layout, query.shape) for x in d_queries)
         d_key, d_value = (from_lanes(x.sum(0), layout, problem.heads, problem.d) for x in (d_key, d_value))
-        d_key, d_value = ((x * y).astype(problem.dtype) for x, y in ((d_key, problem.scale), (d_value, 1.0)))
+        d_key, d_value = (x.astype(problem.dtype) for x in (d_key * problem.scale, d_value))
         return Gradients(d_query, d_query_expert, d_key, d_value, self._from_tiles(d_bias.sum(0), tables))
 
     def _from_tiles(self, x: Float[Array, "N 1 t"], tables: Tables) -> Float[Array, "T K"]:
