@@ -117,7 +117,7 @@ def is_cpu() -> bool:
 
 def is_gpu() -> bool:
     """Whether code is traced for a GPU, assumed or there."""
-    return _capability() is not None
+    return _assumed[-1] in (*HOPPERS, *BLACKWELLS) if _assumed else jax.default_backend() == "gpu"
 
 
 def is_blackwell() -> bool:
