@@ -374,12 +374,12 @@ class _Blocks(NamedTuple):
 
 def _call(
     kernel, name, tiles: Tiles, bounds: Bounds, arrays, results, scratch, tables: Sequence[pl.BlockSpec],
-    *, products: int, aliases: Mapping[int, int], layout: Layout, scale: float, vmem_bytes: int, met: float,
-    interpret: bool,
+    *, products: int, aliases: Mapping[int, int], unread: int, layout: Layout, scale: float, vmem_bytes: int,
+    met: float, interpret: bool,
 ):  # fmt: skip
-    """`aliases` of `arrays` alone. Keys, values and their gradients have the blocks `tables`, of which a window meets
-    the share `met`; each score is worth as many `products` of d numbers. Where windows are divided over cores, a grid
-    has as many steps as the longer needs."""
+    """`aliases` of `arrays` alone, whose first `unread` are only written. Keys, values and their gradients have the
+    blocks `tables`, of which a window meets the share `met`; each score is worth as many `products` of d numbers. Where
+    windows are divided over cores, a grid has as many steps as the longer needs."""
 
     def run(resource, bounds, *refs):
         step = Step.here(pl.program_id(0), pl.program_id(1), bounds, layout.cores)
@@ -392,7 +392,7 @@ def _call(
     # These windows' share of as many tiles as there may be: how many there are is known at run time only.
     keys, calls = next(x.shape[1] for block, x in arrays if block is tables[0]), layout.windows // layout.cores
     scores = tiles.row.size * keys * layout.groups * layout.heads // calls
-    moved = [(None, tiles), *arrays, *results]
+    moved = [(None, tiles), *arrays[unread:], *results]
     kept, others = (_bytes([x for block, x in moved if (block in tables) == which]) for which in (True, False))
     return call(
         run,
@@ -447,7 +447,7 @@ def forward(
     kernel = functools.partial(_forward_kernel, maximum=maximum)
     name = {"bounded": "block_sparse_attention_forward", "running": "block_sparse_attention_forward_running"}[maximum]
     given, aliases = (arrays, arrays[:2], scratch, (table,)), {0: 0, 1: 1}
-    return _call(kernel, name, tiles, bounds, *given, products=2, aliases=aliases, layout=layout, **options)
+    return _call(kernel, name, tiles, bounds, *given, products=2, aliases=aliases, unread=1, layout=layout, **options)
 
 
 def mass(
@@ -472,7 +472,8 @@ def mass(
     arrays = [(ANYWHERE, shares), (ANYWHERE, stats), (table, key), _everywhere(queries)]
     scratch = [_slots(layout, ROWS, kind), _slots(layout), _rows(layout, ROWS, kind), _rows(layout)]
     given, name = (arrays, [(blocks.by_pair(1), shares)], scratch, (table,)), "block_sparse_attention_mass"
-    return _call(_mass_kernel, name, tiles, bounds, *given, products=1, aliases={0: 0}, layout=layout, **options)
+    options |= {"products": 1, "aliases": {0: 0}, "unread": 1, "layout": layout}
+    return _call(_mass_kernel, name, tiles, bounds, *given, **options)
 
 
 def backward(
@@ -512,7 +513,7 @@ def backward(
     scratch += [_rows(layout, n, x, 2) for n, x in ((size, kind), (ROWS, F32), (1, F32))]
     kernel, name = functools.partial(_backward_kernel, size=size), "block_sparse_attention_backward"
     given, aliases = (arrays, results, scratch, (table, gradient)), {i: i for i in range(5)}
-    return _call(kernel, name, tiles, bounds, *given, products=5, aliases=aliases, layout=layout, **options)
+    return _call(kernel, name, tiles, bounds, *given, products=5, aliases=aliases, unread=3, layout=layout, **options)
 
 
 def _bytes(arrays) -> int:
