@@ -1,5 +1,6 @@
 # Two commands: `make train` and `make test`. Both install into .venv first, from setup.cfg and constraints.txt alone.
-# `make test-distributed` runs whole models on meshes and in several processes, which `make test` leaves out.
+# `make test` leaves out what takes long: `make test-slow` runs programs that train, benchmarks and simulated kernels,
+# `make test-distributed` whole models on meshes and in several processes.
 # `make test-aot` compiles the kernels for absent TPUs and GPUs, with their own compilers, in an environment of its own.
 # `make test-newest` runs a part of the tests, and those of optional packages, with the newest Python and packages.
 # `make docs` builds the documentation site into site/, in an environment of its own too.
@@ -15,7 +16,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # Big buffers on huge pages: XLA takes fresh ones every step, and their first touch is dear page by page.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: train test test-distributed test-aot test-newest test-wheel docs lint clean
+.PHONY: train test test-slow test-distributed test-aot test-newest test-wheel docs lint clean
 
 train: .venv/installed
 	$(BIN)/python -m launch.train --gin_file=quickstart.gin --run_dir=$(RUN)
@@ -24,7 +25,10 @@ train: .venv/installed
 	$(BIN)/python -m launch.draw --run_dir=$(RUN)
 
 test: .venv/installed lint
-	$(BIN)/python -m pytest -n 2 --dist=worksteal -m 'not distributed'
+	$(BIN)/python -m pytest -n 2 --dist=worksteal -m 'not distributed and not slow'
+
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -n 2 --dist=worksteal -m slow
 
 test-distributed: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist=worksteal -m distributed

@@ -18,6 +18,8 @@ from aamoe_jax.mixers.costs import Setting
 from aamoe_jax.registry import MIXERS, register
 from aamoe_jax.shards import TOKENS
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "my_mixer.py"
 
 

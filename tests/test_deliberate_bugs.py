@@ -153,6 +153,7 @@ def verdicts(checkout) -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 class TestVerdicts:
     @pytest.mark.parametrize("name", CASES)
     def test_of_a_bug(self, verdicts, name):

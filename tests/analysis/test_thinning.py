@@ -5,11 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from aamoe_jax.analysis import thinning
 from aamoe_jax.model import merge, structure
 from tests.evaluation.helpers import random_params
 from tests.training.helpers import model_config
+
+pytestmark = pytest.mark.slow
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(3, 259, (2, 8)), jnp.int32)
 

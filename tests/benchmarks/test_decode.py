@@ -6,12 +6,15 @@ import sys
 
 import jax
 import numpy as np
+import pytest
 
 from aamoe_jax import cost
 from aamoe_jax.aamoe.costs import bytes_per_pair
 from aamoe_jax.generation.decoder import Decoder
 from tests.aamoe.helpers import D, E, M, model_config
 from tests.test_model import params_of
+
+pytestmark = pytest.mark.slow
 
 
 def test_it_runs_and_writes_both_tables(tmp_path):

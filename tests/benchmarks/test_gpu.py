@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks import gpu
 
+pytestmark = pytest.mark.slow
+
 POINT = gpu.Point(length=32, width=8, head_size=4, m=8, budget=2, experts=3)
 
 

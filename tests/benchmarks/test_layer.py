@@ -20,6 +20,8 @@ from benchmarks import report
 from benchmarks.cases import Case
 from benchmarks.dense import CANDIDATES, flash, over_rows, query_blocks, triangle
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 64
 CONFIG = ModelConfig(d_model=16, num_heads=2, num_layers=1, aamoe=AAMoEConfig(chunk_size=16, num_experts=4))
 ROOT = Path(__file__).parents[2]

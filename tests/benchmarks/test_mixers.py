@@ -22,6 +22,8 @@ from benchmarks import mixers
 from experiments.binding import load_experiment
 from pallas_kernels import aot
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CONFIG = ModelConfig(d_model=16, num_heads=2, num_layers=1, aamoe=AAMoEConfig(chunk_size=16, num_experts=4))
 

@@ -11,6 +11,8 @@ from benchmarks import steps
 from experiments.matching import active_flops, parameters
 from tests.experiments.test_local_context import tiny_experiment
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_call_is_a_step_of_training(tmp_path):
     config = tiny_experiment(tmp_path)

@@ -9,6 +9,8 @@ from PIL import Image
 from experiments import frontier
 from tests.launch import session
 
+pytestmark = pytest.mark.slow
+
 SIZES = 1e6 * np.array([0.5, 1.0, 2.0, 4.0])
 SLOPES = {"a": 0.1, "b": 0.05}
 BYTES = np.random.default_rng(0).integers(1_000, 20_000, size=30)

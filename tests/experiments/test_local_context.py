@@ -24,6 +24,8 @@ from experiments import local_context, runs, studies
 from experiments.studies import Study
 from tests.data.helpers import memory_corpus, random_documents
 
+pytestmark = pytest.mark.slow
+
 CHUNK, LENGTH, STEPS = 16, 64, 4
 
 

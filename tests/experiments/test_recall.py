@@ -13,6 +13,8 @@ from experiments.binding import load_experiment
 from experiments.recall import ALL_STACKS, Measure, results_of, run
 from experiments.tasks import Examples
 
+pytestmark = pytest.mark.slow
+
 TINY = (
     "chunk_size = 8",
     "AAMoEConfig.num_experts = 4",

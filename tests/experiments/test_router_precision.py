@@ -12,6 +12,8 @@ from aamoe_jax.model import LanguageModel, split
 from experiments import router_precision
 from tests.aamoe.helpers import model_config
 
+pytestmark = pytest.mark.slow
+
 
 def rounded(x: np.ndarray) -> np.ndarray:
     return x.astype(ml_dtypes.bfloat16).astype(np.float64)

@@ -15,6 +15,8 @@ from experiments.runs import by_document
 from experiments.studies import STUDIES, Claim, Study, Variant
 from tests.experiments.test_local_context import tiny_experiment
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_variant_is_an_experiment_and_every_claim_is_of_variants(name):

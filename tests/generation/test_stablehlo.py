@@ -27,6 +27,8 @@ from tests.launch import session
 from tests.launch.helpers import save_run
 from tests.training.helpers import experiment, model_config, tiny_data
 
+pytestmark = pytest.mark.slow
+
 LENGTH, NEW = 20, 6  # no whole chunks of 8
 PROMPTS = [[7, 9, 11], [200, 3, 5, 8, 13, 21, 34, 55, 89, 144], [42]]
 READER = """

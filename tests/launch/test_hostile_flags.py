@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from experiments.program import LONGEST
 from tests.launch.session import calls, calls_of
+
+pytestmark = pytest.mark.slow
 
 TEXTS = ("", "\r\t", "x" * 5000, "٣", "\x1b[0m", "-1", "1e999", "nan", "$(x)", "None", "../..", "9" * 5000)
 NUMBERS = ("", "x", "1.5", "-1", "9" * 5000, "٣x", "nan", "None")

@@ -15,6 +15,8 @@ from experiments.binding import operative_gin
 from tests.launch.session import calls
 from tests.training.helpers import experiment, model_config, tiny_data
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "my_mixer.py"
 PATTERN = "ModelConfig.pattern = ('moving_average',)"

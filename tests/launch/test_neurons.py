@@ -10,6 +10,8 @@ from tests.launch import session
 from tests.launch.helpers import save_run
 from tests.training.helpers import experiment, model_config, tiny_data
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def called(tmp_path_factory):

@@ -17,6 +17,8 @@ from aamoe_jax.training.loop import train
 from launch import draw
 from tests.training.helpers import SEQ_LEN, experiment, model_config, tiny_data
 
+pytestmark = pytest.mark.slow
+
 KERNEL = {"num_layers": 1, "kernel": "reference"}
 
 

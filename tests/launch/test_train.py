@@ -33,6 +33,8 @@ from launch.cluster import exits
 from launch.train import EXIT_DIVERGED, EXIT_IN_USE, EXIT_NOT_SAVED, EXIT_REFUSED, EXIT_SIGNAL, EXIT_UNEXPECTED
 from tests.training.helpers import assert_same_bits, tiny_data, untimed
 
+pytestmark = pytest.mark.slow
+
 STEPS = 120
 GIN = """
 ModelConfig:

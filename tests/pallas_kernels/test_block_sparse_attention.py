@@ -93,6 +93,7 @@ class TestPallasTpuResident(TpuAttentionTest):
         expected = self.expected(without_other_rows(inputs, rows), static)
         jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "windows"), actual, expected)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("bounded", "cores"), [(True, 2), (False, 1)])
     def test_the_code_that_a_tpu_runs_has_no_races(self, bounded, cores, monkeypatch, capfd):
         """The chip's memories and copies, simulated, over windows of several tiles with both kinds of queries, the last

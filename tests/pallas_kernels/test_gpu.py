@@ -308,6 +308,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 class TestKernels:
     @pytest.fixture
     def interpreted(self):

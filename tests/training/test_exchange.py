@@ -26,6 +26,8 @@ from tests.launch import session
 from tests.launch.helpers import save_run
 from tests.training.helpers import experiment, model_config, replace, tiny_data
 
+pytestmark = pytest.mark.slow
+
 LLAMA = Path(__file__).parent / "llama"
 
 

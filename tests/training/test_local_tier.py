@@ -13,6 +13,8 @@ from aamoe_jax.training.checkpoints import find_checkpoint, read_meta, saved_ste
 from aamoe_jax.training.loop import train
 from tests.training.helpers import cut_off, experiment, tiny_data, untimed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):

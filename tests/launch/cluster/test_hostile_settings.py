@@ -15,6 +15,8 @@ from launch.cluster import settings, shell
 from launch.cluster.job import Cluster, Job
 from tests.launch.cluster.cases import CLUSTERS
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = [
     "$(hit)",
     "`hit`",
