@@ -15,6 +15,7 @@ _BUNDLE = re.compile(r"^\s*(?:0x)?([0-9a-f]+)\s+(?:(?:LH|LB|LE|PB|PF):?\s*)*:?\s
 _LOOP = re.compile(r"^\s*(?:0x)?[0-9a-f]+\s+(?:(?:LH|LE|PB|PF):?\s*)*LB:")
 _EXIT = re.compile(r"%(\w+) = scmp[\w.]+ (?:\(%(\w+)\), )?%(\w+), (\d+) /\* loop exit test \*/")
 _BRANCH = re.compile(r"sbr\.rel.*? target = \$region(\d+)")
+_PRODUCT = re.compile(r"\bvmat\w+")
 _REGION = re.compile(r"(?:Start|Start/End empty) region (\d+)")
 
 
@@ -207,7 +208,11 @@ def _skipped(bundles: list[str]) -> list[tuple[int, int, int]]:
             # itself: an empty grid, or the steps that only fill and drain the pipeline.
             if i + DELAY_SLOTS < target < i + len(bundles) / 2:
                 spans.append((i, i + DELAY_SLOTS, target))
-    # Two copies of the work, for even and for odd steps: every step runs one, and the first is counted.
-    large = [span for span in spans if span[2] - span[0] > len(bundles) / 4]
-    copies = len(large) == 2 and large[0][2] <= large[1][0]
-    return [span for span in spans if not (copies and span == large[0])]
+    # Two copies of the work, for even and for odd steps: every step runs one, and the first is counted. The work is
+    # where the matrix products are: long code without any begins a window, or ends it.
+    products = [len(_PRODUCT.findall(line)) for line in bundles]
+    if not any(products):
+        products = [1] * len(bundles)
+    large = [(branch, end) for branch, _, end in spans if sum(products[branch:end]) > sum(products) / 4]
+    copies = len(large) == 2 and large[0][1] <= large[1][0]
+    return [span for span in spans if not (copies and span[::2] == large[0])]

@@ -99,21 +99,28 @@ def test_slots_are_shares_of_the_cycles_of_a_step():
     assert read.binding == ("VSTORE", 1.0)
 
 
-def test_of_two_copies_of_the_work_a_step_issues_one():
-    """Even steps jump over the second copy, odd ones over the first."""
-    copy = [f" 0x{i:x}   : > {{ %v{i} = vadd %v1, %v2 }}" for i in range(40)]
+@pytest.mark.parametrize("begins", [0, 40])
+def test_of_two_copies_of_the_work_a_step_issues_one(begins):
+    """Even steps jump over the second copy, odd ones over the first; most steps over what begins a window, however long
+    that is."""
+    kind = "vmatmul.bf16.gmra.mxu0" if begins else "vadd"
+    copy = [f" 0x{i:x}   : > {{ %v{i} = {kind} %v1, %v2 }}" for i in range(40)]
+    window = [f" 0x{i:x}   : > {{ %v{i} = vld [vmem:%s1] }}" for i in range(begins)]
     lines = [
         "  0x0 LB: > { %s1 = sphi %s2, %s3 }",
-        "  0x1   : > { %1 = sbr.rel (%p1) target = $region5 }",
+        "  0x1   : > { %1 = sbr.rel (%p1) target = $region4 }",
+        *window,
+        "  0x2   : > { %1 = sbr.rel (%p1) target = $region5 } /* Start/End empty region 4 */",
         *copy,
-        "  0x2   : > { %2 = sbr.rel (%p2) target = $region6 } /* Start/End empty region 5 */",
+        "  0x3   : > { %2 = sbr.rel (%p2) target = $region6 } /* Start/End empty region 5 */",
         *copy[:36],
-        "  0x3   : > { %v3 = vadd %v1, %v2 } /* Start/End empty region 6 */",
-        "  0x4   : > { %45 = sbr.rel (!%p42) target = $region1416 }",
+        "  0x4   : > { %v3 = vadd %v1, %v2 } /* Start/End empty region 6 */",
+        "  0x5   : > { %45 = sbr.rel (!%p42) target = $region1416 }",
     ]
     _, issued = schedule.parse_loops("\n".join(lines))
-    assert sum(issued[2:42]) == 40
-    assert sum(issued[43:79]) == schedule.DELAY_SLOTS
+    assert sum(issued[2 : 2 + begins]) == (schedule.DELAY_SLOTS if begins else 0)
+    assert sum(issued[3 + begins : 43 + begins]) == 40
+    assert sum(issued[44 + begins : 80 + begins]) == schedule.DELAY_SLOTS
 
 
 def test_notes_of_two_kernels_do_not_go_together():
