@@ -5,6 +5,7 @@ printed as such. `aot.compile_apart(..., dump_to=folder)` leaves the notes that 
 name of its `pallas_call`.
 """
 
+import itertools
 import operator
 import re
 from pathlib import Path
@@ -200,19 +201,20 @@ def _skipped(bundles: list[str]) -> list[tuple[int, int, int]]:
     for i, line in enumerate(bundles):
         for region in _REGION.findall(line):
             first.setdefault(region, i)
-    spans = []
+    # How much of the work comes before a bundle. Work is the matrix products, where there are any: code without any may
+    # be as long, and begins or ends a window.
+    products = [len(_PRODUCT.findall(line)) for line in bundles]
+    done = list(itertools.accumulate(products if any(products) else [1] * len(bundles), initial=0))
+    spans, large = [], []
     for i, line in enumerate(bundles):
         for region in _BRANCH.findall(line):
             target = first.get(region, i)
-            # Delay slots follow a branch: a shorter jump skips nothing. One over most of the kernel guards the work
+            share = (done[target] - done[i]) / done[-1]
+            # Delay slots follow a branch: a shorter jump skips nothing. One over most of the work guards the work
             # itself: an empty grid, or the steps that only fill and drain the pipeline.
-            if i + DELAY_SLOTS < target < i + len(bundles) / 2:
+            if i + DELAY_SLOTS < target and share <= 1 / 2:
                 spans.append((i, i + DELAY_SLOTS, target))
-    # Two copies of the work, for even and for odd steps: every step runs one, and the first is counted. The work is
-    # where the matrix products are: long code without any begins a window, or ends it.
-    products = [len(_PRODUCT.findall(line)) for line in bundles]
-    if not any(products):
-        products = [1] * len(bundles)
-    large = [(branch, end) for branch, _, end in spans if sum(products[branch:end]) > sum(products) / 4]
-    copies = len(large) == 2 and large[0][1] <= large[1][0]
-    return [span for span in spans if not (copies and span[::2] == large[0])]
+                large += spans[-1:] if share > 1 / 4 else []
+    # Two copies of the work, for even and for odd steps: every step runs one, and the first is counted.
+    copies = len(large) == 2 and large[0][2] <= large[1][0]
+    return [span for span in spans if not (copies and span == large[0])]

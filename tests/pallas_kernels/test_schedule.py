@@ -123,6 +123,23 @@ def test_of_two_copies_of_the_work_a_step_issues_one(begins):
     assert sum(issued[44 + begins : 80 + begins]) == schedule.DELAY_SLOTS
 
 
+def test_a_branch_over_all_products_guards_the_work_however_short_that_is():
+    """Where it is less than half of the kernel: what is longer has no products."""
+    work = [f" 0x{i:x}   : > {{ %v{i} = vmatmul.bf16.gmra.mxu0 %v1, %v2 }}" for i in range(20)]
+    rest = [f" 0x{i:x}   : > {{ %v{i} = vld [vmem:%s1] }}" for i in range(60)]
+    lines = [
+        "  0x0 LB: > { %s1 = sphi %s2, %s3 }",
+        "  0x1   : > { %1 = sbr.rel (%p1) target = $region5 }",
+        *work,
+        "  0x2   : > { %2 = sbr.rel (%p2) target = $region6 } /* Start/End empty region 5 */",
+        *rest,
+        "  0x3   : > { %45 = sbr.rel (!%p42) target = $region1416 } /* Start/End empty region 6 */",
+    ]
+    _, issued = schedule.parse_loops("\n".join(lines))
+    assert sum(issued[2:22]) == 20
+    assert sum(issued[23:83]) == schedule.DELAY_SLOTS
+
+
 def test_notes_of_two_kernels_do_not_go_together():
     with pytest.raises(ValueError, match="27 bundles, but the slots of 3"):
         schedule.parse(LISTING, usage(3))

@@ -377,9 +377,9 @@ def _call(
     *, products: int, aliases: Mapping[int, int], unread: int, layout: Layout, scale: float, vmem_bytes: int,
     met: float, interpret: bool,
 ):  # fmt: skip
-    """`aliases` of `arrays` alone, whose first `unread` are only written. Keys, values and their gradients have the
-    blocks `tables`, of which a window meets the share `met`; each score is worth as many `products` of d numbers. Where
-    windows are divided over cores, a grid has as many steps as the longer needs."""
+    """`aliases` of `arrays` alone, the first `unread` of which are only written. Keys, values and their gradients have
+    the blocks `tables`, of which a window meets the share `met`; each score is worth as many `products` of d numbers.
+    Where windows are divided over cores, a grid has as many steps as the longer needs."""
 
     def run(resource, bounds, *refs):
         step = Step.here(pl.program_id(0), pl.program_id(1), bounds, layout.cores)
