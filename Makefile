@@ -1,6 +1,6 @@
 # Two commands: `make train` and `make test`. Both install into .venv first, from setup.cfg and constraints.txt alone.
-# `make test` leaves out what takes long: `make test-slow` runs programs that train, benchmarks and simulated kernels,
-# `make test-distributed` whole models on meshes and in several processes.
+# `make test` leaves out what takes long. `make test-slow` runs programs that train, benchmarks, hostile input and kernels
+# in simulators, `make test-distributed` whole models on meshes and in several processes.
 # `make test-aot` compiles the kernels for absent TPUs and GPUs, with their own compilers, in an environment of its own.
 # `make test-newest` runs a part of the tests, and those of optional packages, with the newest Python and packages.
 # `make docs` builds the documentation site into site/, in an environment of its own too.

@@ -214,7 +214,8 @@ def _skipped(bundles: list[str]) -> list[tuple[int, int, int]]:
             # itself: an empty grid, or the steps that only fill and drain the pipeline.
             if i + DELAY_SLOTS < target and share <= 1 / 2:
                 spans.append((i, i + DELAY_SLOTS, target))
-                large += spans[-1:] if share > 1 / 4 else []
+                if share > 1 / 4:
+                    large.append(spans[-1])
     # Two copies of the work, for even and for odd steps: every step runs one, and the first is counted.
     copies = len(large) == 2 and large[0][2] <= large[1][0]
     return [span for span in spans if not (copies and span == large[0])]

@@ -18,8 +18,6 @@ from aamoe_jax.mixers.costs import Setting
 from aamoe_jax.registry import MIXERS, register
 from aamoe_jax.shards import TOKENS
 
-pytestmark = pytest.mark.slow
-
 EXAMPLE = Path(__file__).parents[1] / "examples" / "my_mixer.py"
 
 
@@ -105,6 +103,7 @@ def test_what_is_wrong_is_named(mixer, complaint, registered):
     assert complaint in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_example_passes():
     """Its mesh is checked in another process, which imports it too."""
     assert len(EXAMPLE.read_text().splitlines()) <= 60
@@ -112,10 +111,12 @@ def test_the_example_passes():
     check_mixer("moving_average")
 
 
+@pytest.mark.slow
 def test_a_built_in_mixer_passes():
     check_mixer("attention")
 
 
+@pytest.mark.slow
 def test_a_mixer_that_forgets_the_mesh_is_refused(tmp_path):
     """It averages the tokens of its own device: on one device that is right."""
     source = (

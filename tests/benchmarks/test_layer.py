@@ -20,8 +20,6 @@ from benchmarks import report
 from benchmarks.cases import Case
 from benchmarks.dense import CANDIDATES, flash, over_rows, query_blocks, triangle
 
-pytestmark = pytest.mark.slow
-
 LENGTH = 64
 CONFIG = ModelConfig(d_model=16, num_heads=2, num_layers=1, aamoe=AAMoEConfig(chunk_size=16, num_experts=4))
 ROOT = Path(__file__).parents[2]
@@ -134,6 +132,7 @@ class TestReport:
         assert [line.split("|")[2].strip() for line in table.splitlines()] == ["masked", "-" * 7 + ":", "-", "-", "-"]
 
 
+@pytest.mark.slow
 def test_the_program_measures_and_writes(tmp_path):
     command = [sys.executable, "-m", "benchmarks.layer", "--lengths=64", "--rounds=1", "--memory=compiler"]
     command += ["--width=16", "--heads=2", "--chunk_size=16", "--experts=4", f"--output={tmp_path / 'x.json'}"]

@@ -22,8 +22,6 @@ from benchmarks import mixers
 from experiments.binding import load_experiment
 from pallas_kernels import aot
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 CONFIG = ModelConfig(d_model=16, num_heads=2, num_layers=1, aamoe=AAMoEConfig(chunk_size=16, num_experts=4))
 
@@ -70,6 +68,7 @@ def test_what_does_not_fit_or_is_not_to_be_timed_is_not_run(rounds, room):
     assert cells[:4] == ["feed_forward", "not run", "-", f"{flops:.2f}"]
 
 
+@pytest.mark.slow
 def test_the_program_measures_and_writes(tmp_path):
     command = [
         sys.executable,

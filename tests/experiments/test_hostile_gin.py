@@ -10,8 +10,6 @@ from aamoe_jax.config import ConfigError
 from experiments.binding import CONFIGS, bindable_fields, load_experiment
 from experiments.program import LONGEST, shorten
 
-pytestmark = pytest.mark.slow
-
 VALUES = [
     *("1e3", "-0.0", "1e999", "-1e999", "1e308", "5e-324", "0", "-1", "2147483647", "2147483648", "-2147483649"),
     *("9" * 400, "-" + "9" * 400, "9" * 5000, "0x" + "f" * 5000, "99999999999999", "1e12", "0.1"),
@@ -34,6 +32,7 @@ def outcome(files=(), params=()) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_every_field_takes_or_refuses_every_value():
     refused = [
         bool(outcome(params=[f"{name} = {value}"]))

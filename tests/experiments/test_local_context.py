@@ -24,8 +24,6 @@ from experiments import local_context, runs, studies
 from experiments.studies import Study
 from tests.data.helpers import memory_corpus, random_documents
 
-pytestmark = pytest.mark.slow
-
 CHUNK, LENGTH, STEPS = 16, 64, 4
 
 
@@ -85,6 +83,7 @@ class TestFold:
         assert np.isnan(local_context.fold(np.array([1.0, np.nan]), np.array([1, 0]), 2)[1])
 
 
+@pytest.mark.slow
 class TestComparison:
     def test_trains_once_and_reports(self, tmp_path, monkeypatch):
         config = tiny_experiment(tmp_path / "data")

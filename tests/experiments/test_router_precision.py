@@ -12,8 +12,6 @@ from aamoe_jax.model import LanguageModel, split
 from experiments import router_precision
 from tests.aamoe.helpers import model_config
 
-pytestmark = pytest.mark.slow
-
 
 def rounded(x: np.ndarray) -> np.ndarray:
     return x.astype(ml_dtypes.bfloat16).astype(np.float64)
@@ -73,6 +71,7 @@ def test_elsewhere_than_on_a_cpu_it_is_refused(monkeypatch):
         router_precision.main()
 
 
+@pytest.mark.slow
 def test_choices_change_where_the_products_do():
     model = model_config(router="pooled", num_layers=2, vocab_size=64)
     _, params = split(LanguageModel(model, rngs=nnx.Rngs(0)))

@@ -15,8 +15,6 @@ from experiments.runs import by_document
 from experiments.studies import STUDIES, Claim, Study, Variant
 from tests.experiments.test_local_context import tiny_experiment
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_variant_is_an_experiment_and_every_claim_is_of_variants(name):
@@ -160,6 +158,7 @@ class TestTheJudge:
         assert found.verdict(0.0) == "holds"
 
 
+@pytest.mark.slow
 class TestDEC16:
     def test_scores_are_those_of_the_simple_layers_alone(self):
         """What standard layers do to the scores of others; their own may be as large as they like."""

@@ -26,8 +26,6 @@ from tests.launch import session
 from tests.launch.helpers import save_run
 from tests.training.helpers import experiment, model_config, replace, tiny_data
 
-pytestmark = pytest.mark.slow
-
 LLAMA = Path(__file__).parent / "llama"
 
 
@@ -50,6 +48,7 @@ def exported(data, tmp_path_factory):
 
 
 class TestExport:
+    @pytest.mark.slow
     def test_bits_config_and_evaluation_are_those_of_the_checkpoint(self, exported):
         run, out = map(load_checkpoint, exported)
         jax.tree.map(np.testing.assert_array_equal, run.params, out.params)
@@ -70,6 +69,7 @@ class TestExport:
         assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
         assert sorted(path.name for path in folder.parent.iterdir()) == ["out", "run"]  # nothing half-written
 
+    @pytest.mark.slow
     def test_a_run_can_begin_with_it(self, data, exported, tmp_path):
         cold = experiment(data, model_config(num_layers=2), steps=2)
         warm = [replace(cold, "training", init_from=str(folder)) for folder in exported]
@@ -214,6 +214,7 @@ class TestUpcycling:
         "ModelConfig.qk_norm = 'none'", "ModelConfig.rope_base = 500.0", "ModelConfig.norm_eps = 1e-3",
     )  # fmt: skip
 
+    @pytest.mark.slow
     def test_with_no_experts_and_all_chunks_it_is_the_model(self, tmp_path):
         arguments = [f"--checkpoint={LLAMA}", "--gin_file=aamoe.gin", f"--output={tmp_path / 'up'}"]
         (done,) = session.calls("export", [[*arguments, *(f"--gin_param={each}" for each in self.EVERYTHING)]])
@@ -224,6 +225,7 @@ class TestUpcycling:
         logits, _ = merge(structure(found.config.model), found.params)(jax.numpy.asarray(golden["tokens"]))
         np.testing.assert_allclose(logits, golden["logits"], atol=2e-5)
 
+    @pytest.mark.slow
     def test_with_experts_and_a_budget_it_trains_on(self, data, tmp_path):
         dense = experiment(data, model_config("attention+swiglu", num_layers=2), steps=4)
         train(dense, tmp_path / "dense")

@@ -472,8 +472,9 @@ def mass(
     arrays = [(ANYWHERE, shares), (ANYWHERE, stats), (table, key), _everywhere(queries)]
     scratch = [_slots(layout, ROWS, kind), _slots(layout), _rows(layout, ROWS, kind), _rows(layout)]
     given, name = (arrays, [(blocks.by_pair(1), shares)], scratch, (table,)), "block_sparse_attention_mass"
-    options |= {"products": 1, "aliases": {0: 0}, "unread": 1, "layout": layout}
-    return _call(_mass_kernel, name, tiles, bounds, *given, **options)
+    return _call(
+        _mass_kernel, name, tiles, bounds, *given, products=1, aliases={0: 0}, unread=1, layout=layout, **options
+    )
 
 
 def backward(

@@ -15,8 +15,6 @@ from launch.cluster import settings, shell
 from launch.cluster.job import Cluster, Job
 from tests.launch.cluster.cases import CLUSTERS
 
-pytestmark = pytest.mark.slow
-
 HOSTILE = [
     "$(hit)",
     "`hit`",
@@ -128,6 +126,7 @@ def hits(folder: Path, scripts: list[str]) -> int:
     return len((folder / "hits").read_text().splitlines()) if (folder / "hits").exists() else 0
 
 
+@pytest.mark.slow
 def test_no_setting_is_run(tmp_path):
     scripts = hostile_scripts()
     assert sum(script.count("hit") for script in scripts) > 2000
