@@ -42,6 +42,7 @@ def ran(tmp_path_factory) -> dict[str, Any]:
         yield variables
 
 
+@pytest.mark.slow
 def test_the_example_trains_evaluates_and_generates(ran):
     assert (ran["result"].step, ran["result"].interrupted) == (STEPS, None)
     assert ran["checkpoint"].step == STEPS

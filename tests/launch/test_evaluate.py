@@ -14,6 +14,8 @@ from tests.launch import session
 from tests.launch.helpers import save_run
 from tests.training.helpers import experiment, model_config, tiny_data
 
+pytestmark = pytest.mark.slow
+
 MODELS = {
     "row": model_config("aamoe", "row", num_layers=2, kernel="reference"),
     "prefix": model_config("aamoe", "prefix", num_layers=1, kernel="reference"),
