@@ -285,7 +285,7 @@ def report(record: dict[str, Any]) -> str:
         f"{record['machine']['device']}, bfloat16, E = {record['experts']}, d = {record['head_size']}. Milliseconds "
         "and useful TFLOP/s, forward, and forward and backward; routed pairs alone. Dense is causal attention over "
         f"all L tokens ({record['dense']}). `kernels`: of the time of {first} that of "
-        "its kernels alone; XLA gathers and adds up around them. "
+        "its kernels alone; XLA makes tables before them and adds up after them. "
         f"A copy: {copy if isinstance(copy, str) else f'{copy:.0f} GB/s'}.",
         f"Errors of {first} against the definition, in parts of the largest value. {errors}.",
         plain_table(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import chips
-from pallas_kernels.block_sparse_attention.gpu import kernels, path
+from pallas_kernels.block_sparse_attention.gpu import path
 from pallas_kernels.block_sparse_attention.gpu.common import Plan, Queries, Rows, Tiles
 from pallas_kernels.block_sparse_attention.types import Problem
 
@@ -29,27 +29,23 @@ def plan_of(chip: str, name: str, **shape) -> Plan:
     return {"forward": cut.forward_plan, "d_query": cut.query_plan, "d_key": cut.key_plan}[name]
 
 
-def more_gathered(chip: str, name: str, *, heads: int = 8, d: int = 128, m: int = 128) -> int:
-    """Bytes that a kernel reads beyond its arguments: one that gathers reads a token's row once for each of its pairs,
-    of a query and, in the gradients, of an output gradient; its arguments have the two arrays of queries once."""
-    if planned(chip, heads=heads, d=d, m=m).kernels is kernels:
-        return 0
+def more_gathered(name: str, *, heads: int = 8, d: int = 128, m: int = 128) -> int:
+    """Bytes that a kernel reads beyond its arguments: it gathers a token's row once for each of its pairs, of a query
+    and, in the gradients, of an output gradient; its arguments have the two arrays of queries once."""
     gathered = 1 if name == "forward" else 2
     return (gathered * PAIRS - (gathered + 1) * 64 * m) * heads * d * 2
 
 
 def kernel(name: str, *, chip: str = "h200", heads: int = 8, d: int = 128, m: int = 128, dtype: str = "bfloat16"):
-    """The kernel and its arguments: on a Hopper rows that are gathered, on a Blackwell those of all tokens."""
+    """The kernel and its arguments."""
     cut = planned(chip, heads=heads, d=d, m=m, dtype=dtype)
     shape, rows = jax.ShapeDtypeStruct, cut.kernels.ROWS
     tiles, keys = PAIRS // rows, -(-m // rows) * rows
     table = shape((RESOURCES, keys, heads, d), dtype)
     statistics = shape((tiles, heads, rows), jnp.float32)
     of_rows = Rows(shape((RESOURCES + 1,), jnp.int32), shape((tiles, rows), jnp.int32))
-    query = d_output = shape((tiles, rows, heads, d), dtype)
-    if cut.kernels is not kernels:
-        d_output = shape((64 * m, heads, d), dtype)
-        query = Queries(shape((tiles, rows), jnp.int32), d_output, d_output)
+    d_output = shape((64 * m, heads, d), dtype)
+    query = Queries(shape((tiles, rows), jnp.int32), d_output, d_output)
     gradients = Tiles(query, table, table, d_output, statistics, statistics, of_rows)
     run, arguments = {
         "forward": (cut.kernels.forward, (query, table, table, of_rows)),

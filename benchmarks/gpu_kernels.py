@@ -4,8 +4,7 @@
 
 Needs the CUDA plug-in and ptxas (extra `aot`), no driver. Registers, spills and instructions are those of ptxas, and
 the same on every Hopper. Bytes a pair are modelled: the arrays that a kernel takes and gives, each moved once, and rows
-that it gathers once a pair, over the pairs. XLA's gather of the queries before, for a Hopper, and its sums per token
-after are not in it.
+that it gathers once a pair, over the pairs. XLA's sums per token after it are not in it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def measured(chip: str, kernel: str, shape: dict[str, int]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         program = aot.compile_apart(chip, "benchmarks.gpu_cases:kernel", options, dump_to=Path(folder))
         found = ptx.read(Path(folder), f"block_sparse_attention_{kernel}")
-    moved = program.argument_bytes + program.output_bytes + gpu_cases.more_gathered(chip, kernel, **shape)
+    moved = program.argument_bytes + program.output_bytes + gpu_cases.more_gathered(kernel, **shape)
     stages = gpu_cases.plan_of(chip, kernel, **shape).slots
     row = {"chip": chip, "kernel": kernel, **shape, **found._asdict(), "stages": stages}
     return {**row, "bytes_a_pair": moved / gpu_cases.PAIRS}
@@ -66,6 +65,7 @@ def report(record: dict[str, Any]) -> str:
         "tma_loads": "TMA in",
         "tma_gathers": "TMA gathers",
         "tma_stores": "TMA out",
+        "row_copies": "cp.async",
         "bytes_a_pair": "bytes a pair",
     }
     shown = {"shared_bytes": lambda x: f"{x / 1024:.0f}", "bytes_a_pair": lambda x: f"{x:.0f}"}
@@ -77,7 +77,7 @@ def report(record: dict[str, Any]) -> str:
         "context chunks, 64 experts, 512 pairs each. Those for a b200 have run on none. Stages: tiles of queries in "
         "shared memory, of each group of warps in `forward` and `d_query`. Instructions are counted in the text, those "
         "of a loop once; a TMA gather reads four rows. Bytes a pair are modelled: what a kernel takes and gives, moved "
-        "once, and gathered rows once a pair; for an h200 XLA gathers before, which is not in it.",
+        "once, and gathered rows once a pair.",
         plain_table(list(names.values()), "ll" + "r" * (len(names) - 2), rows),
         measure.closing(record["command"], record["versions"]),
     ]

@@ -463,6 +463,7 @@ def report(
     first_name, first = next(iter(results.items()))
     one, config = first[0], experiments[first_name]
     seeds = [f"seed {run['seed']}" for run in first]
+    devices = " and ".join(sorted({run["device"] for runs in results.values() for run in runs}))
     sizes = [_size(experiments[name], runs, figure(first, "bits_per_byte"), rates) for name, runs in results.items()]
     parts = [
         f"# {study.title}",
@@ -470,7 +471,7 @@ def report(
         f"{one['steps']} steps of {config.training.batch_size} x {config.data.seq_len} tokens, the same in the same "
         f"order for every variant; {one['evaluation']['tokens']:,} tokens of held-out text, causal budgets. FLOPs are "
         f"of a forward pass, in closed form, all budgets spent. Corpus {one['corpus_digest'][:16]}, "
-        f"JAX {one['versions']['jax']}, {one['device']}. {_of_rates(rates)}",
+        f"JAX {one['versions']['jax']}, {devices}. {_of_rates(rates)}",
         table(
             ["variant", "parameters", "FLOPs a token", "learning rate", "tokens/s", "bits/byte", *seeds, "to first"],
             [[name, *cells] for name, cells in zip(results, sizes, strict=True)],

@@ -29,6 +29,7 @@ class Kernel(NamedTuple):
     tma_loads: int
     tma_gathers: int  # of four rows each
     tma_stores: int
+    row_copies: int  # of 16 bytes, by every thread
     tensor_columns: int  # of tensor memory, of a block; 512 are there
     threads: int  # of a block
     shared_bytes: int  # of a block; 227 KiB are there
@@ -55,6 +56,7 @@ def parse(ptx: str, ptxas: str, passes: str) -> Kernel:
         tma_loads=len(re.findall(r"cp\.async\.bulk\.(?:tensor\.\dd\.)?shared::cluster\.global", ptx)),
         tma_gathers=ptx.count("tile::gather4"),
         tma_stores=len(re.findall(r"cp\.async\.bulk\.(?:tensor\.\dd\.)?global\.shared::cta", ptx)),
+        row_copies=ptx.count("cp.async.cg.shared.global"),
         tensor_columns=sum(
             int(re.findall(rf"mov\.b32\s+{register}, (\d+);", ptx)[0]) for register in _ALLOCATED.findall(ptx)
         ),

@@ -67,8 +67,11 @@ def window_gradients(
         shift = (bias[chunk][..., None] - lse[chunk]).swapaxes(1, 2)
         dq, dk, dv, db = partial_gradients(q, k, v, do, shift, dl, seen & fresh[:, None, None, None], scale)
         dk, dv = (x.swapaxes(1, 2).reshape(-1, 2, *key.shape[1:]) for x in (dk, dv))
-        added = ((chunk, dq.swapaxes(1, 2)), (both, dk), (both, dv), (chunk, db))
-        return tuple(x.at[at].add(more) for x, (at, more) in zip(state, added, strict=True))
+        d_query, d_key, d_value, d_bias = state
+        # One chunk of the two after the other: where places repeat, a GPU adds to them in any order.
+        for own, at in enumerate(both.T):
+            d_key, d_value = d_key.at[at].add(dk[:, own]), d_value.at[at].add(dv[:, own])
+        return d_query.at[chunk].add(dq.swapaxes(1, 2)), d_key, d_value, d_bias.at[chunk].add(db)
 
     state = tuple(jnp.zeros_like(x, jnp.float32) for x in (query, key, value, bias))
     d_query, d_key, d_value, d_bias = jax.lax.fori_loop(0, -(-len(query) // size), step, state)

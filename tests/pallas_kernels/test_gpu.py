@@ -223,9 +223,15 @@ class TestPlan:
                 path.plan(wide)
 
     def test_popular_resources_are_shared_by_blocks_of_threads(self):
-        # 65536 pairs are 8 tiles a resource: as many as one block of threads takes.
+        # 65536 pairs are 8 tiles a resource: half as many as one block of threads takes.
         assert path.plan(self.PROBLEM).forward_plan.splits == 1
-        assert path.plan(self.PROBLEM._replace(max_pairs=4 * 65536)).forward_plan.splits == 4
+        assert path.plan(self.PROBLEM._replace(max_pairs=8 * 65536)).forward_plan.splits == 4
+
+    @pytest.mark.parametrize(("d", "m", "warpgroups"), [(128, 128, 3), (64, 64, 3), (128, 320, 3), (128, 256, 2)])
+    def test_a_third_warpgroup_where_all_keys_of_a_part_are_taken_at_once(self, d, m, warpgroups):
+        planned = path.plan(self.PROBLEM._replace(d=d, m=m))
+        assert planned.forward_plan.warpgroups == warpgroups
+        assert planned.query_plan.warpgroups == 2
 
     def test_large_heads_are_refused(self):
         with pytest.raises(ValueError, match=r"head size d=256; on a GPU wanted at most 128; implementation='xla'"):
@@ -245,13 +251,10 @@ def random_tiles(module, begin: tuple[int, ...], dtype, m: int = 128) -> Tiles:
     tiles, resources, heads, d, tokens = begin[-1] + 1, len(begin) - 1, 1, 64, 100
     rng = np.random.default_rng(0)
     normal = lambda *size: jnp.asarray(rng.normal(size=size), dtype)  # noqa: E731
-    query, table, rows = (tiles, module.ROWS, heads, d), (resources, m, heads, d), (tiles, heads, module.ROWS)
-    if module is blackwell:
-        token = jnp.asarray(rng.integers(0, tokens, (tiles, module.ROWS)), jnp.int32)
-        given = Queries(token, normal(tokens, heads, d), normal(tokens, heads, d)), (tokens, heads, d)
-    else:
-        given = normal(*query), query
-    arrays = given[0], normal(*table), normal(*table), normal(*given[1])
+    query, table, rows = (tokens, heads, d), (resources, m, heads, d), (tiles, heads, module.ROWS)
+    token = jnp.asarray(rng.integers(0, tokens, (tiles, module.ROWS)), jnp.int32)
+    queries = Queries(token, normal(*query), normal(*query))
+    arrays = queries, normal(*table), normal(*table), normal(*query)
     shift, delta = normal(*rows).astype(jnp.float32) - 3, normal(*rows).astype(jnp.float32)
     visible = rng.integers(0, m + 1, (tiles, module.ROWS))
     visible[1, 40:] = visible[-1] = 0

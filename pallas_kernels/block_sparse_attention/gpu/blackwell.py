@@ -15,6 +15,7 @@ R1 = R + 1.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,17 +27,25 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.block_sparse_attention.gpu.common import (
     LOG2_E,
+    Partials,
     Plan,
     Queries,
     Rows,
     Tiles,
+    arrays,
+    bits,
     call,
     columns,
     copy,
+    copy_rows,
+    flat,
     for_tiles,
     in_slots,
     lines,
+    of_resource,
+    packed,
     place,
+    size_of_rows,
     swizzled,
     transposed,
 )
@@ -51,27 +60,26 @@ def forward(
     value: Float[Array, "R m H d"],
     rows: Rows,
     plan: Plan,
-) -> tuple[Float[Array, "S N t H d"], Float[Array, "S N H t"]]:
-    """Softmax attention of every row over each part of its resource, and its log-sum-exp; 0 and -inf if it sees none.
-
-    Both in float32. Rows of tiles past begin[R] are not written.
-    """
+) -> Partials:
+    """Softmax attention. Rows of tiles past begin[R] are not written."""
     (resources, m, heads, d), dtype = key.shape, key.dtype
     tiles, parts = len(rows.visible), m // plan.part
 
-    def kernel(
-        begin, visible, token, query, query_expert, key, value, output, lse, keys, rows, lse_smem, arrived, core
-    ):
+    def kernel(begin, visible, token, query, query_expert, key, value, fraction, size, lse, *scratch):
         part, warpgroup, head = place("part", "warpgroup", "head")
-        k_smem, v_smem = keys
+        (k_smem, v_smem), rows, statistics, arrived, core = scratch
+        size_smem, lse_smem = [x.at[warpgroup] for x in statistics]
         q_smem, seen_smem = [x.at[warpgroup] for x in rows]
         core, (sums,) = _core(plan, *core)
 
-        def load_rows(tile, slot, barrier):
-            _gather_queries(plan, (query, query_expert), token.at[tile], q_smem.at[slot], barrier)
-            copy((visible.at[tile],), (seen_smem,), slot, barrier)
+        def load_rows(tile):
+            def start(slot, barrier):
+                of_resource(plan, (query, query_expert), _gather(plan, token.at[tile], q_smem.at[slot], barrier))
+                copy((visible.at[tile],), (seen_smem,), slot, barrier)
 
-        def attend(tile, slot):
+            return start
+
+        def attend(tile, slot, load_next):
             seen = seen_smem[slot] - part * plan.part
 
             def step(j, state):
@@ -83,7 +91,9 @@ def forward(
                 top = score.max(1) if state is None else jnp.maximum(state[0], score.max(1))
                 weight = jnp.exp2(score - columns(finite(top), score))
                 total = weight.sum(1)
-                if state is not None:
+                if state is None:
+                    load_next()
+                else:
                     keep = jnp.exp2(state[0] - finite(top))
                     total += state[1] * keep
                     core.scale(sums, keep)
@@ -92,27 +102,33 @@ def forward(
 
             top, total = jax.lax.fori_loop(1, plan.part // plan.block, step, step(0, None))
             whole = core.load(sums)
-            output[part, tile, :, head] = whole / columns(jnp.where(total > 0, total, 1.0), whole)
-            lse_smem[warpgroup] = (finite(top) + jnp.log2(total)) / LOG2_E
+            largest = size_of_rows(whole)
+            q_smem[slot] = bits(packed(whole * columns(1.0 / largest, whole), dtype), dtype)
+            size_smem[...] = largest / jnp.where(total > 0, total, 1.0)
+            lse_smem[...] = (finite(top) + jnp.log2(total)) / LOG2_E
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse.at[part, tile, head])
+            plgpu.copy_smem_to_gmem(q_smem.at[slot], fraction.at[part, tile, :, head])
+            for source, target in ((size_smem, size), (lse_smem, lse)):
+                plgpu.copy_smem_to_gmem(source, target.at[part, tile, head])
 
         for_tiles(begin, ((key, k_smem), (value, v_smem)), load_rows, arrived, attend, plan)
 
     slots = (plan.warpgroups, plan.slots, ROWS)
-    return call(
+    fraction, *statistics = call(
         kernel,
         "block_sparse_attention_forward",
         plan,
-        (*rows, *_flat(query), key, value),
-        [((parts, tiles, ROWS, heads, d), jnp.float32), ((parts, tiles, heads, ROWS), jnp.float32)],
+        (*rows, *flat(query), key, value),
+        [((parts, tiles, ROWS, heads, d), dtype), *[((parts, tiles, heads, ROWS), jnp.float32)] * 2],
         [swizzled((plan.part, d), dtype)] * 2,
         [swizzled((*slots, d), dtype), plgpu.SMEM(slots, jnp.int32)],
-        plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32),
+        [plgpu.SMEM((plan.warpgroups, ROWS), jnp.float32)] * 2,
         [plgpu.Barrier(num_arrivals=2), plgpu.Barrier(num_arrivals=2, num_barriers=plan.warpgroups * plan.slots)],
         _memory_of_the_core(plan, plan.block, [plan.warpgroups * d], dtype),
         axes={"resource": resources, "split": plan.splits, "part": parts, "head": heads},
     )
+    # Integers for XLA: some bits are those of a NaN, which it may change.
+    return Partials(fraction if dtype == jnp.float32 else bits(fraction, jnp.int16), *statistics)
 
 
 def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"], Float[Array, "S N H t"]]:
@@ -130,11 +146,10 @@ def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"]
         (k_smem, v_smem), rows, bias_smem, arrived, core = scratch
         q_smem, do_smem, seen_smem, shift_smem, delta_smem = rows = [x.at[warpgroup] for x in rows]
         core, (sums,) = _core(plan, *core)
-        load_rows = functools.partial(
-            _load_rows, plan, (token, query, query_expert, d_output, visible, shift, delta), rows
-        )
+        given = token, query, query_expert, d_output, visible, shift, delta
+        load_rows = functools.partial(functools.partial, _load_rows, plan, given, rows)
 
-        def differentiate(tile, slot):
+        def differentiate(tile, slot, load_next):
             seen, shift = seen_smem[slot] - part * plan.part, shift_smem[slot] * LOG2_E
             delta = delta_smem[slot]
 
@@ -146,6 +161,7 @@ def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"]
                 weight = jnp.where(index < columns(seen, score), jnp.exp2(score + columns(shift, score)), 0.0)
                 d_weight = core.product(do_smem.at[slot], transposed(v_smem.at[here]))
                 d_score = weight * (d_weight - columns(delta, score))
+                pl.when(j == 0)(load_next)
                 core.add(sums, d_score.astype(dtype), k_smem.at[here], to_what_is_there=j > 0)
                 return d_bias + d_score.sum(1)
 
@@ -161,7 +177,7 @@ def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"]
         kernel,
         "block_sparse_attention_d_query",
         plan,
-        _arrays(tiles),
+        arrays(tiles),
         [((parts, count, ROWS, heads, d), dtype), ((parts, count, heads, ROWS), jnp.float32)],
         [swizzled((plan.part, d), dtype)] * 2,
         in_slots((plan.warpgroups, plan.slots, ROWS), d, dtype),
@@ -173,7 +189,7 @@ def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"]
 
 
 def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Float[Array, "R m H d"]]:
-    """Gradients of keys (without the factor `scale`) and values, in float32; see `query_gradients`.
+    """Gradients of keys (without the factor `scale`) and values; see `query_gradients`.
 
     A block of threads owns 128 keys and sums over all tiles of their resource. Everything is transposed: keys are rows,
     queries are columns. Every warpgroup has columns of its own of each tile, and adds to the same sums, in turns.
@@ -194,8 +210,8 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
             slot = jax.lax.rem(i, plan.slots)
             # Every warpgroup reads the slot: it is free when all have said so.
             pl.when(i >= plan.slots)(lambda: plgpu.barrier_wait(consumed.at[slot]))
-            arrays = token, query, query_expert, d_output, visible, shift, delta
-            _load_rows(plan, arrays, rows, first_tile + i, slot, arrived.at[slot])
+            given = token, query, query_expert, d_output, visible, shift, delta
+            _load_rows(plan, given, rows, first_tile + i, slot, arrived.at[slot])
 
         @pl.when(leads)
         def _():
@@ -239,14 +255,14 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
 
             @pl.when(stores)
             def _(sums=sums, target=target):
-                target[resource, keys, head] = core.load(sums)
+                target[resource, keys, head] = core.load(sums).astype(dtype)
 
     return call(
         kernel,
         "block_sparse_attention_d_key",
         plan,
-        _arrays(tiles),
-        [(tiles.key.shape, jnp.float32)] * 2,
+        arrays(tiles),
+        [(tiles.key.shape, dtype)] * 2,
         [swizzled((ROWS, d), dtype)] * 2,
         in_slots((plan.slots, ROWS), d, dtype),
         [
@@ -260,46 +276,29 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
     )
 
 
-def _flat(query: Queries) -> tuple[Array, ...]:
-    """The copy engine gathers rows of a matrix: [T, H * d]."""
-    return query.token, *(x.reshape(len(x), -1) for x in query[1:])
-
-
-def _arrays(tiles: Tiles) -> tuple[Array, ...]:
-    d_output = tiles.d_output.reshape(len(tiles.d_output), -1)
-    return *tiles.rows, *_flat(tiles.query), tiles.key, tiles.value, d_output, tiles.shift, tiles.delta
-
-
-def _load_rows(plan: Plan, arrays, rows, tile, slot, barrier) -> None:
+def _load_rows(plan: Plan, given, rows, tile, slot, barrier) -> None:
     """To a slot of `in_slots`."""
-    token, query, query_expert, d_output, visible, shift, delta = arrays
+    token, query, query_expert, d_output, visible, shift, delta = given
     q_smem, do_smem, *others = rows
     (head,) = place("head")
-    _gather_queries(plan, (query, query_expert), token.at[tile], q_smem.at[slot], barrier)
-    _gather(plan, d_output, token.at[tile], do_smem.at[slot], barrier)
+    of_resource(plan, (query, query_expert), _gather(plan, token.at[tile], q_smem.at[slot], barrier))
+    _gather(plan, token.at[tile], do_smem.at[slot], barrier)(d_output)
     copy((visible.at[tile], shift.at[tile, head], delta.at[tile, head]), others, slot, barrier)
 
 
-def _gather_queries(plan: Plan, queries, *where) -> None:
-    (resource,) = place("resource")
-    expert = resource >= plan.num_context
-    for source, wanted in zip(queries, (~expert, expert), strict=True):
-        pl.when(wanted)(functools.partial(_gather, plan, source, *where))
-
-
-def _gather(plan: Plan, source, token, target, barrier) -> None:
-    """The columns of a head, of the rows that `token` names; arrives at the barrier."""
+def _gather(plan: Plan, token, target, barrier) -> Callable[[Any], None]:
+    """Of a source the columns of a head, of the rows that `token` names; arrives at the barrier."""
     (head,), d = place("head"), target.shape[1]
-    here = pl.ds(head * d, d)
-    if plan.products == "tcgen05":
-        plgpu.copy_gmem_to_smem(source.at[plgpu.load(token, (), optimized=False), here], target, barrier)
-        return
 
-    @pl.loop(0, ROWS)
-    def _(row):
-        target[row] = source[token[row], here]
+    def gather(source) -> None:
+        if plan.products == "tcgen05":
+            rows = plgpu.load(token, (), optimized=False)
+            plgpu.copy_gmem_to_smem(source.at[rows, pl.ds(head * d, d)], target, barrier)
+        else:
+            copy_rows(source, token, head * d, target)
+            plgpu.barrier_arrive(barrier)
 
-    plgpu.barrier_arrive(barrier)
+    return gather
 
 
 class _Core(NamedTuple):

@@ -5,6 +5,7 @@ Shapes: T tokens, N tiles, t rows a tile, R resources, m keys a resource, H head
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 LOG2_E = math.log2(math.e)
 
@@ -24,8 +25,8 @@ class Plan(NamedTuple):
     part: int  # keys of a resource that are in shared memory at once
     block: int  # keys of which a warpgroup has the scores in registers at once
     splits: int  # blocks of threads that share the tiles of a resource
-    slots: int  # tiles in shared memory, a warpgroup; 2: copies overlap with work
-    warpgroups: Literal[1, 2] = 2  # of a block of threads; with 2, each may have 255 registers a thread
+    slots: int  # tiles in shared memory, a warpgroup; 1, or 2: copies overlap with work
+    warpgroups: int = 2  # of a block of threads; with 2, each may have 255 registers a thread, with 3 168
     products: Literal["wgmma", "tcgen05", "dot"] = "wgmma"
     num_context: int = 0  # resources below it are context chunks: see `Queries`
 
@@ -38,7 +39,8 @@ class Rows(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The queries of the rows of all tiles: of context chunks those of `query`, of experts those of `query_expert`."""
+    """The queries of the rows of all tiles: of context chunks those of `query`, of experts those of `query_expert`. The
+    kernels gather them."""
 
     token: Int[Array, "N t"]
     query: Float[Array, "T H d"]
@@ -56,13 +58,43 @@ class Tiles(NamedTuple):
     """What the kernels of gradients take. With p = exp(scale q.k + shift) the gradient of a score is
     p (d output . v - delta)."""
 
-    query: Any  # Float[Array, "N t H d"]; Queries, where the kernels gather them
+    query: Queries
     key: Float[Array, "R m H d"]
     value: Float[Array, "R m H d"]
-    d_output: Float[Array, "N t H d"] | Float[Array, "T H d"]  # like the queries
+    d_output: Float[Array, "T H d"]
     shift: Float[Array, "N H t"]
     delta: Float[Array, "N H t"]
     rows: Rows
+
+
+class Partials(NamedTuple):
+    """Softmax attention of every row over each part of its resource. The output is size * unpacked(fraction)."""
+
+    fraction: Float[Array, "S N t H d"] | Int[Array, "S N t H d"]  # see `packed`
+    size: Float[Array, "S N H t"]  # of the largest value
+    lse: Float[Array, "S N H t"]  # log-sum-exp; -inf where a row sees none, and the output is 0 then
+
+
+STEPS = 2**15 - 1  # from 0 to 1, in `packed`
+ROUNDS = 1.5 * 2.0**23  # added to a float32, it leaves the nearest integer in the lowest bits
+
+
+def packed(x, dtype: DTypeLike):
+    """Values from -1 to 1 in fixed point of 16 bits, for inputs of 16 bits. What bfloat16 or float16 would round is too
+    much for the gradients of biases, small differences of large sums. For inputs in float32 it is x."""
+    if dtype == jnp.float32:
+        return x
+    return jax.lax.bitcast_convert_type(x * STEPS + ROUNDS, jnp.int32).astype(jnp.int16)
+
+
+def unpacked(x: Shaped[Array, "*n"]) -> Float[Array, "*n"]:
+    """In float32 what `packed` was given."""
+    return x.astype(jnp.float32) / STEPS if x.dtype == jnp.int16 else x
+
+
+def bits(x, dtype: DTypeLike):
+    """The same bits as another type of the same size."""
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
 
 def call(kernel, name: str, plan: Plan, arrays, results, *scratch, axes: dict[str, int]):
@@ -102,10 +134,43 @@ def in_slots(slots: tuple[int, ...], d: int, dtype: DTypeLike) -> list:
     return [swizzled((*slots, d), dtype)] * 2 + [plgpu.SMEM(slots, kind) for kind in (jnp.int32, *[jnp.float32] * 2)]
 
 
+def flat(query: Queries) -> tuple[Array, ...]:
+    """What is gathered are rows of a matrix: [T, H * d]."""
+    return query.token, *(x.reshape(len(x), -1) for x in query[1:])
+
+
+def arrays(tiles: Tiles) -> tuple[Array, ...]:
+    """The arguments of the kernels of gradients."""
+    d_output = tiles.d_output.reshape(len(tiles.d_output), -1)
+    return *tiles.rows, *flat(tiles.query), tiles.key, tiles.value, d_output, tiles.shift, tiles.delta
+
+
+def of_resource(plan: Plan, queries, gather) -> None:
+    """gather(those that the rows of this resource have)."""
+    (resource,) = place("resource")
+    expert = resource >= plan.num_context
+    for source, wanted in zip(queries, (~expert, expert), strict=True):
+        pl.when(wanted)(functools.partial(gather, source))
+
+
+def copy_rows(source, token, column, target) -> None:
+    """target[i] = source[token[i], column : column + d], one by one: for the interpreter."""
+
+    @pl.loop(0, target.shape[0])
+    def _(row):
+        target[row] = source[token[row], pl.ds(column, target.shape[1])]
+
+
 class transposed(NamedTuple):
     """A matrix in shared memory whose transpose is multiplied with."""
 
     ref: Any
+
+
+def size_of_rows(x):
+    """Of the largest value; 1 where all are 0."""
+    size = jnp.abs(x).max(-1)
+    return jnp.where(size > 0, size, 1.0)
 
 
 def columns(x, like):
@@ -124,15 +189,21 @@ def copy(sources, targets, slot, barrier) -> None:
         plgpu.copy_gmem_to_smem(source, target.at[slot], barrier)
 
 
-def for_tiles(begin, tables, load_rows, arrived, work, plan: Plan) -> None:
-    """work(tile, slot) on every tile of a warpgroup, loading ahead as far as there are slots.
+def nothing(*_) -> None:
+    """Where nothing is to be done."""
+
+
+def for_tiles(begin, tables, load_rows, arrived, work, plan: Plan, settle: Callable = nothing) -> None:
+    """work(tile, slot, load_next) on every tile of a warpgroup.
 
     Keys and values of this part are loaded by one warpgroup; both wait for them. `work` ends with its copies out under
-    way.
+    way. With two slots it calls load_next() as soon as it has something to do meanwhile that takes long enough for the
+    tile before to be out of the slot; with one the next tile is loaded after it.
 
     Args:
       tables: where keys and values are, and where they go.
-      load_rows: (tile, slot, barrier) starts the copies of the tile's rows to the slot.
+      load_rows: (tile) gives a function (slot, barrier) that starts the copies of the tile's rows to the slot.
+      settle: (barrier) is called before that of a tile is waited for.
     """
     resource, split, part, head, warpgroup = place("resource", "split", "part", "head", "warpgroup")
     table_arrived, tile_arrived = arrived
@@ -142,11 +213,9 @@ def for_tiles(begin, tables, load_rows, arrived, work, plan: Plan) -> None:
     first, some = leader + warpgroup, leader < end
     number = jax.lax.div(jnp.maximum(end - first, 0) + (step - 1), step)
 
-    def arrival(i):
-        return tile_arrived.at[warpgroup * plan.slots + jax.lax.rem(i, plan.slots)]
-
-    def load(i):
-        load_rows(first + i * step, jax.lax.rem(i, plan.slots), arrival(i))
+    def slot_and_arrival(i):
+        slot = jax.lax.rem(i, plan.slots)
+        return slot, tile_arrived.at[warpgroup * plan.slots + slot]
 
     @pl.when(some & (warpgroup == 0))
     def _():
@@ -154,16 +223,22 @@ def for_tiles(begin, tables, load_rows, arrived, work, plan: Plan) -> None:
             here = source.at[resource, pl.ds(part * plan.part, plan.part), head]
             plgpu.copy_gmem_to_smem(here, target, table_arrived)
 
+    pl.when(number > 0)(lambda: load_rows(first)(*slot_and_arrival(jnp.int32(0))))
     pl.when(some)(lambda: plgpu.barrier_wait(table_arrived))
-    for i in range(plan.slots - 1):
-        pl.when(i < number)(functools.partial(load, jnp.int32(i)))
 
     @pl.loop(0, number)
     def _(i):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left the slot that is loaded next
-        pl.when(i + plan.slots - 1 < number)(lambda: load(i + plan.slots - 1))
-        slot = jax.lax.rem(i, plan.slots)
-        plgpu.barrier_wait(arrival(i))
-        work(first + i * step, slot)
+        slot, arrival = slot_and_arrival(i)
+        settle(arrival)
+        plgpu.barrier_wait(arrival)
+        load = load_rows(jnp.minimum(first + (i + 1) * step, end - 1))
+
+        def load_next():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # a tile has left the slot
+            pl.when(i + 1 < number)(lambda: load(*slot_and_arrival(i + 1)))
+
+        work(first + i * step, slot, load_next if plan.slots == 2 else nothing)
+        if plan.slots == 1:
+            load_next()
 
     plgpu.wait_smem_to_gmem(0)

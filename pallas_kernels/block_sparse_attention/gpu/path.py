@@ -1,8 +1,7 @@
 """Block-sparse attention on GPUs: results merged in XLA, the tiles in `kernels` (Hopper) or `blackwell`.
 
-Hopper's copy engine cannot gather, so XLA gathers the rows of queries to their tiles first; on a Blackwell the kernels
-gather them. What a tile gives for each of its pairs is stored as it comes, and every token adds up its own pairs, in
-order. Off a GPU the tiles are computed by `elsewhere`.
+The kernels gather the rows of a tile. What it gives for each of its pairs is stored as it comes, and every token adds
+up its own pairs, in order. Off a GPU the tiles are computed by `elsewhere`.
 
 Shapes: T tokens, K slots, R resources, m keys a resource, H heads, d head size, N tiles, t rows a tile, S parts of m.
 """
@@ -19,7 +18,7 @@ from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import tables as tables_lib
 from pallas_kernels.block_sparse_attention.block_sizes import BlockSizes
 from pallas_kernels.block_sparse_attention.gpu import blackwell, elsewhere, kernels
-from pallas_kernels.block_sparse_attention.gpu.common import Plan, Queries, Rows, Tiles
+from pallas_kernels.block_sparse_attention.gpu.common import Plan, Queries, Rows, Tiles, unpacked
 from pallas_kernels.block_sparse_attention.tables import Tables
 from pallas_kernels.block_sparse_attention.tile import finite
 from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem
@@ -30,7 +29,7 @@ LARGEST_HEAD = 128
 TABLE_BYTES = 128 * 1024  # of shared memory, for the keys and values of one resource and head
 SHARED_BYTES = 224 * 1024  # of 227 KiB, for matrices
 TENSOR_COLUMNS = 512  # of a Blackwell's tensor memory; a float32 a row each
-TILES_A_BLOCK = 8  # of a resource with an average number of pairs
+TILES_A_BLOCK = 16  # of a resource with an average number of pairs
 
 
 class Path(NamedTuple):
@@ -63,14 +62,16 @@ class Path(NamedTuple):
         """Every pair on its own, then one distribution per token."""
         tiles = _tiles(self, inputs.pairs, tables)
         arrays = *_arrays(self, inputs, tiles), tiles.rows
-        output_SNtHd, lse_SNHt = _run(self, "forward", self.forward_plan, *arrays)
-        output_TKSHd = _to_slots(output_SNtHd[..., : self.problem.d], tiles)
-        lse_TKSH = _to_slots(lse_SNHt.swapaxes(2, 3), tiles, fill=-jnp.inf) + tiles.bias_TK[..., None, None]
+        found = _run(self, "forward", self.forward_plan, *arrays)
+        fraction_TKSHd = unpacked(_to_slots(found.fraction[..., : self.problem.d], tiles))
+        size_TKSH = _to_slots(found.size.swapaxes(2, 3), tiles)
+        lse_TKSH = _to_slots(found.lse.swapaxes(2, 3), tiles, fill=-jnp.inf) + tiles.bias_TK[..., None, None]
         top = finite(jnp.maximum(lse_TKSH.max((1, 2)), start.lse))
-        shares = jnp.exp(lse_TKSH - top[:, None, None]), jnp.exp(start.lse - top)
-        weight_TKSH, first = jax.lax.optimization_barrier(shares)  # as in `_tiles`
+        weight_TKSH = jnp.exp(lse_TKSH - top[:, None, None])
+        shares = weight_TKSH, weight_TKSH * size_TKSH, jnp.exp(start.lse - top)
+        weight_TKSH, scaled_TKSH, first = jax.lax.optimization_barrier(shares)  # as in `_tiles`
         total = first + weight_TKSH.sum((1, 2))
-        output = first[..., None] * start.output + (weight_TKSH[..., None] * output_TKSHd).sum((1, 2))
+        output = first[..., None] * start.output + (scaled_TKSH[..., None] * fraction_TKSHd).sum((1, 2))
         whole = Partial(output / jnp.where(total > 0, total, 1.0)[..., None], jnp.log(total) + top)
         return whole, lse_TKSH
 
@@ -84,13 +85,11 @@ class Path(NamedTuple):
         """Scores once more for the queries, and once more, transposed, for the keys."""
         problem, tiles = self.problem, _tiles(self, inputs.pairs, tables)
         d_output = _padded(self, cotangents.output.astype(problem.dtype))
-        if self.kernels is kernels:  # which do not gather
-            d_output = d_output.at[tiles.token].get(mode="clip")
         lse, delta = (x.at[tiles.token].get(mode="clip").swapaxes(1, 2) for x in cotangents[1:])
         given = Tiles(*_arrays(self, inputs, tiles), d_output, tiles.bias - lse, delta, tiles.rows)
         d_query_SNtHd, d_bias_SNHt = _run(self, "query_gradients", self.query_plan, given)
         d_tables = _run(self, "key_gradients", self.key_plan, given)
-        d_key, d_value = (x[:, : problem.m, :, : problem.d] for x in d_tables)
+        d_key, d_value = (x[:, : problem.m, :, : problem.d].astype(jnp.float32) for x in d_tables)
 
         d_query_TKSHd = _to_slots(d_query_SNtHd[..., : problem.d], tiles).astype(jnp.float32)
         expert = tiles.expert_TK[..., None, None, None]
@@ -127,10 +126,12 @@ def _hopper(problem: Problem, head_size: int) -> Path:
     # Scores of 128 keys at once where that leaves registers enough: small heads, or nothing carried to a next block.
     block = 128 if part % 128 == 0 and (part == 128 or head_size == 64) else 64
     common = _common(problem, kernels.ROWS)._replace(part=part, block=problem.block_sizes.keys or block)
+    # Where nothing is carried from keys to keys a third warpgroup has registers enough too, 168 a thread.
+    warpgroups = 3 if common.block == part else 2
     return Path(
         problem,
         head_size,
-        common,
+        common._replace(warpgroups=warpgroups),
         common._replace(block=64, slots=2 if part * head_size <= TABLE_BYTES // 8 else 1),
         common._replace(warpgroups=2 if _whole(problem.m, kernels.ROWS) % 128 == 0 else 1),
         problem.block_sizes.tiles or TILES_A_BLOCK,
@@ -183,7 +184,6 @@ class _Tiles(NamedTuple):
 
     rows: Rows
     token: Int[Array, "N t"]  # T for padding
-    expert: Bool[Array, "N 1"]
     bias: Float[Array, "N 1 t"]  # -inf for padding
     row_TK: Int[Array, "T K"]  # of all rows in one line
     used_TK: Bool[Array, "T K"]
@@ -199,7 +199,6 @@ def _tiles(path: Path, pairs: Pairs, tables: Tables) -> _Tiles:
     tiles = _Tiles(
         rows=Rows(tables.begin, tables_lib.slots_to_rows(pairs.visible, tables, 0)[:, 0]),
         token=numbering.token.at[pair].get(mode="fill", fill_value=problem.tokens),
-        expert=tables.resource[:, None] >= problem.num_context,
         bias=tables_lib.slots_to_rows(bias, tables, -jnp.inf),
         row_TK=tables_lib.to_slots(row_P, numbering, problem.slots),
         used_TK=used_TK,
@@ -210,16 +209,13 @@ def _tiles(path: Path, pairs: Pairs, tables: Tables) -> _Tiles:
     return jax.lax.optimization_barrier(tiles)
 
 
-def _arrays(path: Path, inputs: Inputs, tiles: _Tiles) -> tuple[Array | Queries, Array, Array]:
-    """Queries [N, t, H, D], or of all tokens where the kernels gather them: rotated in the tiles of the context, the
-    others in those of the experts. Keys and values [R, M, H, D] in whole blocks of keys; no row sees the padding."""
+def _arrays(path: Path, inputs: Inputs, tiles: _Tiles) -> tuple[Queries, Array, Array]:
+    """Queries of all tokens, and which of them the rows have. Keys and values [R, M, H, D] in whole blocks of keys; no
+    row sees the padding."""
     more = _whole(path.problem.m, path.kernels.ROWS) - path.problem.m
     key, value = _padded(path, inputs.key, more), _padded(path, inputs.value, more)
-    queries = Queries(tiles.token, inputs.query, inputs.query_expert)
-    if path.kernels is kernels:
-        return _padded(path, queries.gathered(tiles.expert)), key, value
-    last = path.problem.tokens - 1
-    return Queries(jnp.minimum(tiles.token, last), *(_padded(path, x) for x in queries[1:])), key, value
+    token = jnp.minimum(tiles.token, path.problem.tokens - 1)
+    return Queries(token, _padded(path, inputs.query), _padded(path, inputs.query_expert)), key, value
 
 
 def _padded(path: Path, x: Float[Array, "*B d"], more: int = 0) -> Float[Array, "*B D"]:
@@ -235,7 +231,7 @@ def _to_slots(x: Shaped[Array, "S N t *U"], tiles: _Tiles, fill: int | float = 0
     x = x.reshape(parts, -1, *rest).at[:, tiles.row_TK].get(mode="clip")
     used = tiles.used_TK.reshape(1, *tiles.used_TK.shape, *(1 for _ in rest))
     # Tiles past the last were never written: whatever they hold is dropped.
-    return jnp.moveaxis(jnp.where(used, x, fill), 0, 2)
+    return jnp.moveaxis(jnp.where(used, x, jnp.asarray(fill, x.dtype)), 0, 2)
 
 
 def _run(path: Path, name: str, plan: Plan, *arrays):
