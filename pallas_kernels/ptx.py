@@ -13,6 +13,7 @@ _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _LAUNCH = re.compile(r"threads in \(%c(\d+), .*? dynamic_shared_memory_size %c(\d+)_i32")
 _TARGET = re.compile(r"^\.target (\S+)", re.MULTILINE)
+_TMA_LOADS = re.compile(r"cp\.async\.bulk\.(?:tensor\.\dd\.)?shared::(?:cluster|cta)\.global(?!\.tile::gather)")
 _ALLOCATED = re.compile(r"tcgen05\.alloc\S*\s+\[[^]]*\], (%r\d+);")
 
 
@@ -53,7 +54,7 @@ def parse(ptx: str, ptxas: str, passes: str) -> Kernel:
         wgmma=ptx.count("wgmma.mma_async"),
         tcgen05_mma=ptx.count("tcgen05.mma."),
         tcgen05_ld=ptx.count("tcgen05.ld."),
-        tma_loads=len(re.findall(r"cp\.async\.bulk\.(?:tensor\.\dd\.)?shared::cluster\.global", ptx)),
+        tma_loads=len(_TMA_LOADS.findall(ptx)),
         tma_gathers=ptx.count("tile::gather4"),
         tma_stores=len(re.findall(r"cp\.async\.bulk\.(?:tensor\.\dd\.)?global\.shared::cta", ptx)),
         row_copies=ptx.count("cp.async.cg.shared.global"),

@@ -68,7 +68,8 @@ def window_gradients(
         dq, dk, dv, db = partial_gradients(q, k, v, do, shift, dl, seen & fresh[:, None, None, None], scale)
         dk, dv = (x.swapaxes(1, 2).reshape(-1, 2, *key.shape[1:]) for x in (dk, dv))
         d_query, d_key, d_value, d_bias = state
-        # One chunk of the two after the other: where places repeat, a GPU adds to them in any order.
+        # One chunk of the two after the other: where places repeat, a GPU adds to them in any order. Now only the first
+        # does, as its own predecessor, whose gradients are zero.
         for own, at in enumerate(both.T):
             d_key, d_value = d_key.at[at].add(dk[:, own]), d_value.at[at].add(dv[:, own])
         return d_query.at[chunk].add(dq.swapaxes(1, 2)), d_key, d_value, d_bias.at[chunk].add(db)

@@ -103,7 +103,6 @@ def compiled_kernel(chip: str, name: str, shape: dict, folder) -> ptx.Kernel:
     aot.compile_apart(chip, "benchmarks.gpu_cases:kernel", options, dump_to=folder)
     kernel = ptx.read(folder, f"block_sparse_attention_{name}")
     assert kernel.spill_bytes == kernel.stack_bytes == 0
-    assert kernel.registers * kernel.threads <= 65536  # those of a multiprocessor
     assert kernel.shared_bytes <= 227 * 1024
     return kernel
 
@@ -116,6 +115,8 @@ def test_block_sparse_attention_compiles_without_a_spilled_register(shape, name,
     assert kernel.target == "sm_90a"
     # Of 16 rows of the right operand each: 2, 3 or 4 products of a tile of 64 rows and at least 64 keys.
     assert kernel.wgmma >= {"forward": 2, "d_query": 3, "d_key": 4}[name] * 4
+    if name == "forward":  # three warpgroups where all keys of a part are taken at once
+        assert kernel.threads == (384 if shape.get("m") in (None, 64, 320) else 256)
     assert kernel.tma_loads >= {"forward": 4, "d_query": 7, "d_key": 7}[name]
     assert kernel.tma_stores >= {"forward": 3, "d_query": 2, "d_key": 2}[name]
     # Of 64 rows of 128 or 256 bytes, by 128 threads: from the rotated queries, the others, and the output gradients.

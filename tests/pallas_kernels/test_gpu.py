@@ -1,7 +1,7 @@
 """Block-sparse attention for GPUs, on a CPU: the path around the kernels, and the kernels interpreted.
 
-What this cannot show: products are computed by NumPy here, not by WGMMA or tcgen05, and a Blackwell's gather is a loop
-over rows. `test_aot_gpu` compiles the kernels for the chips; only a run on one joins the two (`test_gpu_chip`).
+What this cannot show: products are computed by NumPy here, not by WGMMA or tcgen05, and a gather is a loop over rows.
+`test_aot_gpu` compiles the kernels for the chips; only a run on one joins the two (`test_gpu_chip`).
 """
 
 import functools
@@ -14,8 +14,8 @@ import pytest
 
 from pallas_kernels import aot, chips
 from pallas_kernels.block_sparse_attention import BlockSizes, interface, tables, window, xla
-from pallas_kernels.block_sparse_attention.gpu import blackwell, common, elsewhere, kernels, path
-from pallas_kernels.block_sparse_attention.gpu.common import Plan, Queries, Rows, Tiles
+from pallas_kernels.block_sparse_attention.gpu import blackwell, common, elsewhere, gather, kernels, path
+from pallas_kernels.block_sparse_attention.gpu.common import Plan, Queries, Rows, Tiles, unpacked
 from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, Problem
 from tests.pallas_kernels.base import NAMED, BlockSparseAttentionTest, assert_close, attend
 from tests.pallas_kernels.cases import SHARDED, Shape, evaluate, over_heads, random_inputs
@@ -246,9 +246,9 @@ class TestPlan:
                 path.plan(self.PROBLEM._replace(dtype=jnp.dtype("float32")))
 
 
-def random_tiles(module, begin: tuple[int, ...], dtype, m: int = 128) -> Tiles:
+def random_tiles(module, begin: tuple[int, ...], dtype, m: int = 128, heads: int = 1) -> Tiles:
     """One tile more than `begin` tells of belongs to nobody, and its rows see nothing."""
-    tiles, resources, heads, d, tokens = begin[-1] + 1, len(begin) - 1, 1, 64, 100
+    tiles, resources, d, tokens = begin[-1] + 1, len(begin) - 1, 64, 100
     rng = np.random.default_rng(0)
     normal = lambda *size: jnp.asarray(rng.normal(size=size), dtype)  # noqa: E731
     query, table, rows = (tokens, heads, d), (resources, m, heads, d), (tiles, heads, module.ROWS)
@@ -265,6 +265,10 @@ def results(module, name: str, tiles: Tiles, plan: Plan):
     """What the kernel, or its model, gives; without the last tile, whose results mean nothing."""
     given = (tiles.query, tiles.key, tiles.value, tiles.rows) if name == "forward" else (tiles,)
     both = jax.jit(functools.partial(getattr(module, name), plan=plan))(*given)
+    if name == "forward":
+        both = unpacked(both.fraction) * both.size.swapaxes(2, 3)[..., None], both.lse
+    if name == "query_gradients":
+        both = both[0], both[1].sum(2)  # of the biases only the sum over heads is wanted
     return both if name == "key_gradients" else tuple(x[:, :-1] for x in both)
 
 
@@ -293,6 +297,33 @@ class TestInAMesh:
     def test_which_is_how_one_would_see_it(self, monkeypatch):
         monkeypatch.setattr(common, "own", lambda axis: axis)
         assert "collective_metadata_used" in self.program()
+
+
+class TestPartialOutputs:
+    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+    def test_they_are_off_by_half_a_step_of_the_largest_value(self, dtype):
+        x = jax.random.normal(jax.random.key(0), (50, 128)) * jnp.logspace(-6, 6, 50)[:, None]
+        size = common.size_of_rows(x)[:, None]
+        off = jnp.abs(common.unpacked(common.packed(x / size, dtype)) - x / size)
+        assert 0 < off.max() < 0.51 / common.FIXED_POINT_ONE
+
+    def test_zeros_stay_and_what_is_not_finite_is_not_lost(self):
+        x = jnp.array([[0.0, 0.0], [1.0, jnp.nan], [1.0, jnp.inf], [-jnp.inf, 0.0]])
+        size = common.size_of_rows(x)[:, None]
+        back = common.unpacked(common.packed(x * (1.0 / size), jnp.bfloat16)) * size
+        np.testing.assert_array_equal(back[0], 0.0)
+        assert not np.isfinite(back[1:]).any()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_rows_are_gathered_to_where_the_tensor_cores_read_them(d):
+    """Tiles of 8 rows and 64 columns, one after the other; in each, 16 bytes move by the row's bits."""
+    rows, tile = 64, (8, 64)
+    place = np.arange(rows * d).reshape(rows // 8, d // 64, *tile)
+    row, chunk = np.divmod(np.arange(rows * d // 8), d // 8)
+    for swizzled, x, y in zip(gather.swizzled_offset(row, chunk, d // 64), row, 8 * chunk, strict=True):
+        byte = 2 * place[x // 8, y // 64, x % 8, y % 64]
+        assert swizzled == byte ^ (byte >> 7 & 7) << 4
 
 
 KERNELS = ["forward", "query_gradients", "key_gradients"]
@@ -332,9 +363,16 @@ class TestKernels:
         for actual, expected in zip(*(results(x, name, tiles, plan) for x in (module, elsewhere)), strict=True):
             assert_close(actual, expected, 1e-5, name)
 
+    def test_three_warpgroups(self, interpreted):
+        """One has two tiles of four, the others one."""
+        tiles, plan = random_tiles(kernels, (0, 4), jnp.float32), TWO._replace(warpgroups=3)
+        for actual, expected in zip(*(results(x, "forward", tiles, plan) for x in (kernels, elsewhere)), strict=True):
+            assert_close(actual, expected, 1e-5, "forward")
+
+    @pytest.mark.parametrize("name", KERNELS)
     @pytest.mark.parametrize("module", [kernels, blackwell], ids=["hopper", "blackwell"])
-    def test_bfloat16(self, interpreted, module):
-        name, tiles = "query_gradients", random_tiles(module, (0, 1), jnp.bfloat16)
+    def test_bfloat16_and_two_heads(self, interpreted, module, name):
+        tiles = random_tiles(module, (0, 1), jnp.bfloat16, heads=2)
         for actual, expected in zip(*(results(x, name, tiles, LOOPS) for x in (module, elsewhere)), strict=True):
             assert actual.dtype == expected.dtype
             # Probabilities are rounded relative to another maximum here and there: half a unit in the last place.
@@ -345,17 +383,18 @@ class TestKernels:
         first, second = (results(blackwell, "key_gradients", tiles, plan) for _ in range(2))
         jax.tree.map(np.testing.assert_array_equal, first, second)
 
-    def test_the_definition_of_a_whole_call_on_a_blackwell(self, interpreted, monkeypatch):
+    @pytest.mark.parametrize(("chip", "module"), [("h200", kernels), ("b200", blackwell)])
+    def test_the_definition_of_a_whole_call(self, interpreted, monkeypatch, chip, module):
         """Every kernel interpreted in its place on the path: tables, gather and sums per token around them."""
         jax.clear_caches()
         simple = {"products": "dot", "warpgroups": 1}
         run = {
-            name: lambda *given, plan, name=name: getattr(blackwell, name)(*given, plan=plan._replace(**simple))
+            name: lambda *given, plan, name=name: getattr(module, name)(*given, plan=plan._replace(**simple))
             for name in KERNELS
         }
         monkeypatch.setattr(path, "elsewhere", types.SimpleNamespace(**run))
         inputs, static = random_inputs(Shape(tokens=30, m=70, num_context=1, experts=1, slots=2, window=False))
-        with chips.assume("b200"):
+        with chips.assume(chip):
             actual = evaluate(inputs, static, "pallas_gpu")
         expected = evaluate(inputs, static, "reference")
         for (name, a), e in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):

@@ -33,16 +33,16 @@ from pallas_kernels.block_sparse_attention.gpu.common import (
     Rows,
     Tiles,
     arrays,
-    bits,
+    bitcast,
     call,
     columns,
     copy,
     copy_rows,
     flat,
     for_tiles,
+    gather_queries,
     in_slots,
     lines,
-    of_resource,
     packed,
     place,
     size_of_rows,
@@ -74,7 +74,7 @@ def forward(
 
         def load_rows(tile):
             def start(slot, barrier):
-                of_resource(plan, (query, query_expert), _gather(plan, token.at[tile], q_smem.at[slot], barrier))
+                gather_queries(plan, (query, query_expert), _gather(plan, token.at[tile], q_smem.at[slot], barrier))
                 copy((visible.at[tile],), (seen_smem,), slot, barrier)
 
             return start
@@ -103,7 +103,7 @@ def forward(
             top, total = jax.lax.fori_loop(1, plan.part // plan.block, step, step(0, None))
             whole = core.load(sums)
             largest = size_of_rows(whole)
-            q_smem[slot] = bits(packed(whole * columns(1.0 / largest, whole), dtype), dtype)
+            q_smem[slot] = bitcast(packed(whole * columns(1.0 / largest, whole), dtype), dtype)
             size_smem[...] = largest / jnp.where(total > 0, total, 1.0)
             lse_smem[...] = (finite(top) + jnp.log2(total)) / LOG2_E
             plgpu.commit_smem()
@@ -128,7 +128,7 @@ def forward(
         axes={"resource": resources, "split": plan.splits, "part": parts, "head": heads},
     )
     # Integers for XLA: some bits are those of a NaN, which it may change.
-    return Partials(fraction if dtype == jnp.float32 else bits(fraction, jnp.int16), *statistics)
+    return Partials(fraction if dtype == jnp.float32 else bitcast(fraction, jnp.int16), *statistics)
 
 
 def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"], Float[Array, "S N H t"]]:
@@ -189,7 +189,7 @@ def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"]
 
 
 def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Float[Array, "R m H d"]]:
-    """Gradients of keys (without the factor `scale`) and values; see `query_gradients`.
+    """Gradients of keys and values; see `query_gradients`.
 
     A block of threads owns 128 keys and sums over all tiles of their resource. Everything is transposed: keys are rows,
     queries are columns. Every warpgroup has columns of its own of each tile, and adds to the same sums, in turns.
@@ -251,11 +251,11 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
             for i in range(plan.slots):
                 pl.when(i < count)(functools.partial(plgpu.barrier_wait, consumed.at[i]))
 
-        for stores, sums, target in ((leads, sums_k, d_key), (last, sums_v, d_value)):
+        for stores, sums, target, factor in ((leads, sums_k, d_key, plan.scale), (last, sums_v, d_value, 1.0)):
 
             @pl.when(stores)
-            def _(sums=sums, target=target):
-                target[resource, keys, head] = core.load(sums).astype(dtype)
+            def _(sums=sums, target=target, factor=factor):
+                target[resource, keys, head] = (core.load(sums) * factor).astype(dtype)
 
     return call(
         kernel,
@@ -281,7 +281,7 @@ def _load_rows(plan: Plan, given, rows, tile, slot, barrier) -> None:
     token, query, query_expert, d_output, visible, shift, delta = given
     q_smem, do_smem, *others = rows
     (head,) = place("head")
-    of_resource(plan, (query, query_expert), _gather(plan, token.at[tile], q_smem.at[slot], barrier))
+    gather_queries(plan, (query, query_expert), _gather(plan, token.at[tile], q_smem.at[slot], barrier))
     _gather(plan, token.at[tile], do_smem.at[slot], barrier)(d_output)
     copy((visible.at[tile], shift.at[tile, head], delta.at[tile, head]), others, slot, barrier)
 

@@ -75,24 +75,26 @@ class Partials(NamedTuple):
     lse: Float[Array, "S N H t"]  # log-sum-exp; -inf where a row sees none, and the output is 0 then
 
 
-STEPS = 2**15 - 1  # from 0 to 1, in `packed`
-ROUNDS = 1.5 * 2.0**23  # added to a float32, it leaves the nearest integer in the lowest bits
+FIXED_POINT_ONE = 2**15 - 1
+ROUNDING = 1.5 * 2.0**23  # added to a float32, it leaves the nearest integer in the lowest bits
 
 
 def packed(x, dtype: DTypeLike):
-    """Values from -1 to 1 in fixed point of 16 bits, for inputs of 16 bits. What bfloat16 or float16 would round is too
-    much for the gradients of biases, small differences of large sums. For inputs in float32 it is x."""
+    """Values from -1 to 1 in fixed point of 16 bits, for inputs of 16 bits; float32 stays as it is.
+
+    Rounding to bfloat16 or float16 would be too coarse for the gradients of biases, small differences of large sums.
+    """
     if dtype == jnp.float32:
         return x
-    return jax.lax.bitcast_convert_type(x * STEPS + ROUNDS, jnp.int32).astype(jnp.int16)
+    return jax.lax.bitcast_convert_type(x * FIXED_POINT_ONE + ROUNDING, jnp.int32).astype(jnp.int16)
 
 
 def unpacked(x: Shaped[Array, "*n"]) -> Float[Array, "*n"]:
     """In float32 what `packed` was given."""
-    return x.astype(jnp.float32) / STEPS if x.dtype == jnp.int16 else x
+    return x.astype(jnp.float32) / FIXED_POINT_ONE if x.dtype == jnp.int16 else x
 
 
-def bits(x, dtype: DTypeLike):
+def bitcast(x, dtype: DTypeLike):
     """The same bits as another type of the same size."""
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
 
@@ -145,8 +147,8 @@ def arrays(tiles: Tiles) -> tuple[Array, ...]:
     return *tiles.rows, *flat(tiles.query), tiles.key, tiles.value, d_output, tiles.shift, tiles.delta
 
 
-def of_resource(plan: Plan, queries, gather) -> None:
-    """gather(those that the rows of this resource have)."""
+def gather_queries(plan: Plan, queries, gather) -> None:
+    """Calls `gather` with the rotated queries for a context chunk, with the others for an expert."""
     (resource,) = place("resource")
     expert = resource >= plan.num_context
     for source, wanted in zip(queries, (~expert, expert), strict=True):
@@ -168,9 +170,9 @@ class transposed(NamedTuple):
 
 
 def size_of_rows(x):
-    """Of the largest value; 1 where all are 0."""
+    """Of the largest value; 1 where all are 0. Not finite where a value is not, so that none is lost."""
     size = jnp.abs(x).max(-1)
-    return jnp.where(size > 0, size, 1.0)
+    return jnp.where(size == 0, 1.0, size)
 
 
 def columns(x, like):
@@ -193,17 +195,17 @@ def nothing(*_) -> None:
     """Where nothing is to be done."""
 
 
-def for_tiles(begin, tables, load_rows, arrived, work, plan: Plan, settle: Callable = nothing) -> None:
+def for_tiles(begin, tables, load_rows, arrived, work, plan: Plan, arrive: Callable = nothing) -> None:
     """work(tile, slot, load_next) on every tile of a warpgroup.
 
-    Keys and values of this part are loaded by one warpgroup; both wait for them. `work` ends with its copies out under
-    way. With two slots it calls load_next() as soon as it has something to do meanwhile that takes long enough for the
-    tile before to be out of the slot; with one the next tile is loaded after it.
+    Keys and values of this part are loaded by one warpgroup; all wait for them. `work` ends with its copies out under
+    way. With two slots it calls load_next() once: late enough for the previous tile's results to have left the slot,
+    early enough to overlap the rest of the work. With one slot the next tile is loaded after it.
 
     Args:
       tables: where keys and values are, and where they go.
       load_rows: (tile) gives a function (slot, barrier) that starts the copies of the tile's rows to the slot.
-      settle: (barrier) is called before that of a tile is waited for.
+      arrive: (barrier) is called before that of a tile is waited for.
     """
     resource, split, part, head, warpgroup = place("resource", "split", "part", "head", "warpgroup")
     table_arrived, tile_arrived = arrived
@@ -229,7 +231,7 @@ def for_tiles(begin, tables, load_rows, arrived, work, plan: Plan, settle: Calla
     @pl.loop(0, number)
     def _(i):
         slot, arrival = slot_and_arrival(i)
-        settle(arrival)
+        arrive(arrival)
         plgpu.barrier_wait(arrival)
         load = load_rows(jnp.minimum(first + (i + 1) * step, end - 1))
 

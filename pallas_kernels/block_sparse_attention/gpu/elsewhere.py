@@ -57,7 +57,7 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
 
     zeros = tuple(jnp.zeros_like(x, jnp.float32) for x in (tiles.key, tiles.value))
     (d_key, d_value), _ = jax.lax.scan(add, zeros, _by_tile(tiles, plan))
-    return d_key.astype(tiles.key.dtype), d_value.astype(tiles.key.dtype)
+    return (plan.scale * d_key).astype(tiles.key.dtype), d_value.astype(tiles.key.dtype)
 
 
 def _partials(output: Float[Array, "H t d"], lse: Float[Array, "H t"], dtype: DTypeLike) -> Partials:

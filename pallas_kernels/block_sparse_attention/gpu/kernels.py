@@ -1,9 +1,10 @@
 """The kernels of block-sparse attention for Hopper: copies into swizzled shared memory, products by WGMMA.
 
 A block of threads keeps keys and values of one resource and head in shared memory while its warpgroups walk over the
-resource's tiles, 64 rows each; the next tile is on its way while one is at work. Rows of queries and output gradients
-are gathered by the threads themselves (`gather`), all else is copied by TMA. Scores stay in registers. Every pair
-writes its own result and every resource its own gradients: no atomics, and the same bits on every run.
+resource's tiles, 64 rows each; where there is room for two, the next one is on its way while one is at work. Rows of
+queries and output gradients are gathered by the threads themselves (`gather`), other matrices are copied by TMA. Scores
+stay in registers. Every pair writes its own result and every resource its own gradients: no atomics, and the same bits
+on every run.
 
 JAX's interpreter of such kernels knows no WGMMA with a transposed operand or one in registers, nor the gather. With
 products="dot" there are plain dot products of the same arrays, read from the same shared memory, and rows are copied
@@ -32,16 +33,16 @@ from pallas_kernels.block_sparse_attention.gpu.common import (
     Rows,
     Tiles,
     arrays,
-    bits,
+    bitcast,
     call,
     columns,
     copy,
     copy_rows,
     flat,
     for_tiles,
+    gather_queries,
     in_slots,
     lines,
-    of_resource,
     packed,
     place,
     size_of_rows,
@@ -71,7 +72,7 @@ def forward(
         k_smem, v_smem = keys
         size_smem, lse_smem = [x.at[warpgroup] for x in statistics]
         q_smem, seen_smem = [x.at[warpgroup] for x in rows]
-        settle = functools.partial(_settle, plan)
+        arrive = functools.partial(_arrive, plan)
 
         def attend(tile, slot, load_next):
             seen = seen_smem[slot] - part * plan.part
@@ -95,7 +96,7 @@ def forward(
 
             top, total, sums = jax.lax.fori_loop(1, plan.part // plan.block, step, step(0, None))
             largest = size_of_rows(sums)
-            q_smem[slot] = bits(packed(sums * columns(1.0 / largest, sums), dtype), dtype)
+            q_smem[slot] = bitcast(packed(sums * columns(1.0 / largest, sums), dtype), dtype)
             size_smem[...] = largest / jnp.where(total > 0, total, 1.0)
             lse_smem[...] = (finite(top) + jnp.log2(total)) / LOG2_E
             plgpu.commit_smem()
@@ -104,15 +105,15 @@ def forward(
                 plgpu.copy_smem_to_gmem(source, target.at[part, tile, head])
 
         def load_rows(tile):
-            gathered = _gather(plan, token.at[tile], q_smem)
+            start_gather = _gather(plan, token.at[tile], q_smem)
 
             def start(slot, barrier):
-                of_resource(plan, (query, query_expert), lambda source: gathered(source, q_smem.at[slot]))
+                gather_queries(plan, (query, query_expert), lambda source: start_gather(source, q_smem.at[slot]))
                 copy((visible.at[tile],), (seen_smem,), slot, barrier)
 
             return start
 
-        for_tiles(begin, ((key, k_smem), (value, v_smem)), load_rows, arrived, attend, plan, settle)
+        for_tiles(begin, ((key, k_smem), (value, v_smem)), load_rows, arrived, attend, plan, arrive)
 
     slots = (plan.warpgroups, plan.slots, ROWS)
     fraction, *statistics = call(
@@ -128,7 +129,7 @@ def forward(
         axes={"resource": resources, "split": plan.splits, "part": parts, "head": heads},
     )
     # Integers for XLA: some bits are those of a NaN, which it may change.
-    return Partials(fraction if dtype == jnp.float32 else bits(fraction, jnp.int16), *statistics)
+    return Partials(fraction if dtype == jnp.float32 else bitcast(fraction, jnp.int16), *statistics)
 
 
 def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"], Float[Array, "S N H t"]]:
@@ -146,7 +147,7 @@ def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"]
         (k_smem, v_smem), rows, bias_smem, arrived = scratch
         q_smem, do_smem, *others = [x.at[warpgroup] for x in rows]
         seen_smem, shift_smem, delta_smem = others
-        settle = functools.partial(_settle, plan)
+        arrive = functools.partial(_arrive, plan)
 
         def differentiate(tile, slot, load_next):
             seen, shift = seen_smem[slot] - part * plan.part, shift_smem[slot] * LOG2_E
@@ -173,16 +174,16 @@ def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"]
             plgpu.copy_smem_to_gmem(bias_smem.at[warpgroup], d_bias.at[part, tile, head])
 
         def load_rows(tile):
-            gathered = _gather(plan, token.at[tile], q_smem)
+            start_gather = _gather(plan, token.at[tile], q_smem)
 
             def start(slot, barrier):
-                of_resource(plan, (query, query_expert), lambda source: gathered(source, q_smem.at[slot]))
-                gathered(d_output, do_smem.at[slot])
+                gather_queries(plan, (query, query_expert), lambda source: start_gather(source, q_smem.at[slot]))
+                start_gather(d_output, do_smem.at[slot])
                 copy((visible.at[tile], shift.at[tile, head], delta.at[tile, head]), others, slot, barrier)
 
             return start
 
-        for_tiles(begin, ((key, k_smem), (value, v_smem)), load_rows, arrived, differentiate, plan, settle)
+        for_tiles(begin, ((key, k_smem), (value, v_smem)), load_rows, arrived, differentiate, plan, arrive)
 
     return call(
         kernel,
@@ -199,7 +200,7 @@ def query_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "S N t H d"]
 
 
 def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Float[Array, "R m H d"]]:
-    """Gradients of keys (without the factor `scale`) and values; see `query_gradients`.
+    """Gradients of keys and values; see `query_gradients`.
 
     A warpgroup owns 64 keys and sums over all tiles of their resource, so that everything is transposed: keys are rows,
     queries are columns. Of two warpgroups one gathers the queries of a tile, the other its output gradients.
@@ -217,7 +218,7 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
 
         def load_rows(i):
             tile = first_tile + jnp.minimum(i, count - 1)
-            gathered = _gather(plan, token.at[tile], q_smem)
+            start_gather = _gather(plan, token.at[tile], q_smem)
 
             def start():
                 slot = jax.lax.rem(i, plan.slots)
@@ -226,20 +227,20 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
 
                 @pl.when(leads)
                 def _():
-                    of_resource(plan, (query, query_expert), lambda source: gathered(source, q_smem.at[slot]))
+                    gather_queries(plan, (query, query_expert), lambda source: start_gather(source, q_smem.at[slot]))
                     of_rows = visible.at[tile], shift.at[tile, head], delta.at[tile, head]
                     copy(of_rows, others, slot, arrived.at[slot])
 
                 @pl.when(warpgroup == plan.warpgroups - 1)
                 def _():
-                    gathered(d_output, do_smem.at[slot])
+                    start_gather(d_output, do_smem.at[slot])
 
             return start
 
         def step(i, state):
             d_key, d_value = state
             slot = jax.lax.rem(i, plan.slots)
-            _settle(plan, arrived.at[slot])
+            _arrive(plan, arrived.at[slot])
             plgpu.barrier_wait(arrived.at[slot])
             load_next = load_rows(i + 1)
             q, do = q_smem.at[slot], do_smem.at[slot]
@@ -272,8 +273,8 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
         for i in range(plan.slots):
             pl.when(i < count)(functools.partial(plgpu.barrier_wait, consumed.at[i]))
 
-        for total, target in zip(sums, (d_key, d_value), strict=True):
-            out_smem[warpgroup] = total.astype(dtype)
+        for total, target, factor in zip(sums, (d_key, d_value), (plan.scale, 1.0), strict=True):
+            out_smem[warpgroup] = (total * factor).astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], target.at[mine])
             plgpu.wait_smem_to_gmem(0)
@@ -298,15 +299,15 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
 
 def _gather(plan: Plan, token, like) -> Callable[[Any, Any], None]:
     """A function (source, target) that starts to gather the columns of a head, of the rows that `token` names;
-    `_settle` waits for them."""
+    `_arrive` waits for them."""
     (head,), d = place("head"), like.shape[-1]
     if plan.products == "dot":
         return lambda source, target: copy_rows(source, token, head * d, target)
-    tokens = gather.tokens(token, d, like.dtype)
-    return lambda source, target: gather.rows(source, tokens, head * d, target)
+    tokens = gather.load_tokens(token, d, like.dtype)
+    return lambda source, target: gather.start_rows(source, tokens, head * d, target)
 
 
-def _settle(plan: Plan, barrier) -> None:
+def _arrive(plan: Plan, barrier) -> None:
     """Arrives at the barrier when what this warpgroup gathers is there."""
     if plan.products == "wgmma":
         gather.wait()
