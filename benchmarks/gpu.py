@@ -3,11 +3,11 @@
     JAX_PLATFORMS=cuda python -m benchmarks.gpu --output=experiments/results/gpu.json
     python -m benchmarks.gpu --smoke
 
-First the kernels have to agree with the definition on this very device, gradients included. Then, from what matters
-most to what matters least, as long as --minutes lasts: tokens with budgets from 0 to 2b that meet random earlier chunks
-and experts, and no local window; cuDNN's flash attention over the whole of the same text; and a copy, as the limit of
-the memory. Useful are 4 m D FLOPs a pair forward and 10 m D backward; half of the square for dense causal attention.
-What does not fit in memory is recorded as such.
+The kernels have to agree with the definition on this very device, gradients included, before a chunk size is measured.
+From what matters most to what matters least, as long as --minutes lasts: tokens with budgets from 0 to 2b that meet
+random earlier chunks and experts, and no local window; cuDNN's flash attention over the whole of the same text; and a
+copy, as the limit of the memory. Useful are 4 m D FLOPs a pair forward and 10 m D backward; half of the square for
+dense causal attention. What does not fit in memory is recorded as such.
 """
 
 from __future__ import annotations
@@ -145,10 +145,9 @@ def gradients(attend: Callable[..., jax.Array], wanted: int) -> Callable[..., An
     return jax.grad(loss, argnums=tuple(range(wanted)))
 
 
-def milliseconds(function: Callable[..., Any], arrays: tuple[Any, ...]) -> float | str:
-    """Median time of a call, compiled; or that it does not fit in memory."""
+def milliseconds(call: Callable[..., Any], arrays: tuple[Any, ...]) -> float | str:
+    """Median time of a call of what `jax.jit` has made; or that it does not fit in memory."""
     try:
-        call = jax.jit(function).lower(*arrays).compile()
         jax.block_until_ready(call(*arrays))
         times = [measure.seconds(lambda: [call(*arrays) for _ in range(CALLS)][-1]) for _ in range(ROUNDS)]
     except jax.errors.JaxRuntimeError as error:
@@ -158,19 +157,18 @@ def milliseconds(function: Callable[..., Any], arrays: tuple[Any, ...]) -> float
     return 1e3 * statistics.median(times) / CALLS
 
 
-def both_passes(attend: Callable[..., jax.Array], wanted: int, arrays: tuple[Any, ...], flops: float) -> dict[str, Any]:
+def both_passes(attend: Callable, with_gradients: Callable, arrays: tuple[Any, ...], flops: float) -> dict[str, Any]:
     """Time and useful TFLOP/s of the forward pass (`flops`), and of both (3.5 times as many)."""
     figures: dict[str, Any] = {}
-    for name, function, useful in (("forward", attend, flops), ("both", gradients(attend, wanted), 3.5 * flops)):
-        time_ms = milliseconds(function, arrays)
+    for name, call, useful in (("forward", attend, flops), ("both", with_gradients, 3.5 * flops)):
+        time_ms = milliseconds(call, arrays)
         rate = None if isinstance(time_ms, str) else useful / time_ms / 1e9
         figures[name] = {"milliseconds": time_ms, "teraflops_per_second": rate}
     return figures
 
 
-def kernel_milliseconds(function: Callable[..., Any], arrays: tuple[Any, ...]) -> dict[str, float]:
+def kernel_milliseconds(call: Callable[..., Any], arrays: tuple[Any, ...]) -> dict[str, float]:
     """Time of each of our kernels on the GPU in a call, by JAX's profiler; nothing where there is no GPU."""
-    call = jax.jit(function).lower(*arrays).compile()
     jax.block_until_ready(call(*arrays))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -219,7 +217,7 @@ def check_point(m: int) -> Point:
 def copy_gigabytes_per_second(mebibytes: int) -> float | str:
     """Reading and writing an array: what the memory can do at best."""
     x = jnp.ones(mebibytes * 2**18, jnp.float32)
-    time_ms = milliseconds(lambda x: x + 1, (x,))
+    time_ms = milliseconds(jax.jit(lambda x: x + 1), (x,))
     return time_ms if isinstance(time_ms, str) else 2 * x.nbytes / time_ms / 1e6
 
 
@@ -228,7 +226,7 @@ def measure_dense(length: int, width: int) -> dict[str, Any]:
     shape = 1, length, width // FLAGS.head_size, FLAGS.head_size
     arrays = tuple(jax.random.normal(key, shape, "bfloat16") for key in jax.random.split(jax.random.key(1), 3))
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=FLAGS.dense)
-    return both_passes(attend, 3, arrays, 2.0 * length**2 * width)
+    return both_passes(jax.jit(attend), jax.jit(gradients(attend, 3)), arrays, 2.0 * length**2 * width)
 
 
 def measure_point(point: Point) -> dict[str, Any]:
@@ -237,31 +235,34 @@ def measure_point(point: Point) -> dict[str, Any]:
     pairs = int(arrays.pairs.count.sum())
     row: dict[str, Any] = dataclasses.asdict(point) | {"pairs": pairs}
     first, *others = FLAGS.implementations
-    for name in (first, *(others if point.length <= FLAGS.others_up_to else ())):
-        flops = 4.0 * point.m * point.width * pairs
-        row[name] = both_passes(sparse(point, pairs, name), 5, arrays, flops)
+    names = first, *(others if point.length <= FLAGS.others_up_to else ())
+    calls = {name: (jax.jit(attend := sparse(point, pairs, name)), jax.jit(gradients(attend, 5))) for name in names}
+    for name in names:
+        row[name] = both_passes(*calls[name], arrays, 4.0 * point.m * point.width * pairs)
     fits = row[first]["both"]["milliseconds"] != OUT_OF_MEMORY
-    row["kernels"] = kernel_milliseconds(gradients(sparse(point, pairs, first), 5), arrays) if fits else {}
+    row["kernels"] = kernel_milliseconds(calls[first][1], arrays) if fits else {}
     return row
 
 
-def measure_grid() -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Before the first point and after every one: the rows so far, and how many are missing."""
+def measure_grid() -> Iterator[dict[str, Any]]:
+    """Before the first point and after every one: the rows and errors so far, and how many points are left out."""
     lists = (map(int, x) for x in (FLAGS.lengths, FLAGS.widths, FLAGS.chunk_sizes, FLAGS.budgets))
     lengths, widths, chunk_sizes, budgets = map(list, lists)
     # Every length at the first chunk size and budget before any at the others.
     grid = list(itertools.product(chunk_sizes, budgets, widths, lengths))
-    end, rows, known = time.monotonic() + 60 * FLAGS.minutes, [], {}
-    yield rows, len(grid)
+    end, rows, errors, known = time.monotonic() + 60 * FLAGS.minutes, [], {}, {}
+    yield {"errors": errors, "rows": rows, "left_out": len(grid)}
     for m, budget, width, length in grid:
         if time.monotonic() > end:
             break
+        if str(m) not in errors:
+            errors[str(m)] = verify(FLAGS.implementations[0], check_point(m))
         if (length, width) not in known:
             known[length, width] = measure_dense(length, width)
         point = Point(length, width, FLAGS.head_size, m, budget, FLAGS.experts)
         rows.append(measure_point(point) | {"dense": known[length, width]})
         print(f"{point}: {rows[-1][FLAGS.implementations[0]]}", file=sys.stderr, flush=True)
-        yield rows, len(grid) - len(rows)
+        yield {"errors": errors, "rows": rows, "left_out": len(grid) - len(rows)}
 
 
 def report(record: dict[str, Any]) -> str:
@@ -313,16 +314,14 @@ def main() -> None:
     if FLAGS.smoke:
         for name, value in SMOKE.items():
             FLAGS[name].value = value
-    errors = {m: verify(FLAGS.implementations[0], check_point(int(m))) for m in FLAGS.chunk_sizes}
     record = {
         "command": command_line("benchmarks.gpu"),
         "machine": measure.machine(),
         **{name: FLAGS[name].value for name in ("implementations", "dense", "experts", "head_size")},
-        "errors": errors,
         "copy_gigabytes_per_second": copy_gigabytes_per_second(FLAGS.copied_mib),
     }
-    for rows, left_out in measure_grid():
-        record |= {"rows": rows, "left_out": left_out}
+    for measured in measure_grid():
+        record |= measured
         if FLAGS.output is not None:  # what is measured stays, should the machine be taken away
             write(record, report(record), FLAGS.output, indent=1)
     publish(record, report(record), FLAGS.output)
