@@ -359,6 +359,8 @@ class TestKernels:
     @pytest.mark.parametrize("name", KERNELS)
     def test_kernels_compute_what_their_models_do(self, interpreted, name, case):
         module, begin, m, plan = CASES[case]
+        if name == "key_gradients":
+            plan = plan._replace(slots=2)  # as it is always planned
         tiles = random_tiles(module, begin, jnp.float32, m)
         for actual, expected in zip(*(results(x, name, tiles, plan) for x in (module, elsewhere)), strict=True):
             assert_close(actual, expected, 1e-5, name)

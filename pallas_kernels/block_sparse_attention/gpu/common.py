@@ -48,9 +48,7 @@ class Queries(NamedTuple):
 
     def gathered(self, expert: Bool[Array, "N 1"]) -> Float[Array, "N t H d"]:
         """In the order of the rows; a token past the last is the last."""
-        # A row that is not wanted is read from token 0: always the same, and so from the cache.
-        rotated = self.query.at[jnp.where(expert, 0, self.token)].get(mode="clip")
-        other = self.query_expert.at[jnp.where(expert, self.token, 0)].get(mode="clip")
+        rotated, other = (x.at[self.token].get(mode="clip") for x in (self.query, self.query_expert))
         return jnp.where(expert[..., None, None], other, rotated)
 
 

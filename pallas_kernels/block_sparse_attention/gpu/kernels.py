@@ -203,7 +203,8 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
     """Gradients of keys and values; see `query_gradients`.
 
     A warpgroup owns 64 keys and sums over all tiles of their resource, so that everything is transposed: keys are rows,
-    queries are columns. Of two warpgroups one gathers the queries of a tile, the other its output gradients.
+    queries are columns. Of two warpgroups one gathers the queries of a tile, the other its output gradients. There have
+    to be two slots.
     """
     (resources, m, heads, d), dtype = tiles.key.shape, tiles.key.dtype
     part = plan.warpgroups * ROWS
@@ -249,8 +250,7 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
             index = first_key + jax.lax.broadcasted_iota(jnp.int32, score.shape, 0)
             weight = jnp.exp2(score + lines(shift_smem[slot] * LOG2_E, score))
             weight = jnp.where(index < lines(seen_smem[slot], score), weight, 0.0)
-            if plan.slots == 2:
-                pl.when(i + 1 < count)(load_next)
+            pl.when(i + 1 < count)(load_next)
 
             def d_score():
                 return weight * (d_weight - lines(delta_smem[slot], weight))
@@ -259,8 +259,6 @@ def key_gradients(tiles: Tiles, plan: Plan) -> tuple[Float[Array, "R m H d"], Fl
             d_value, d_key = _add(plan, [d_value, d_key], through)
             plgpu.commit_smem()  # what was read here comes before what is written next
             plgpu.barrier_arrive(consumed.at[slot])
-            if plan.slots == 1:
-                pl.when(i + 1 < count)(load_next)
             return d_key, d_value
 
         for source, target in ((key, k_smem), (value, v_smem)):
