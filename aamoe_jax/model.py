@@ -34,10 +34,13 @@ UNROLLED = 8
 """The most periods that are unrolled on a CPU: compiling takes longer with each."""
 LARGE_BATCH = 1024
 """The fewest tokens of a batch for which they are."""
+_POLICIES = jax.checkpoint_policies
 REMAT_POLICIES = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "attention": jax.checkpoint_policies.save_only_these_names(RESIDUALS),
-    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": _POLICIES.save_from_both_policies(
+        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names(RESIDUALS)
+    ),
+    "attention": _POLICIES.save_only_these_names(RESIDUALS),
+    "full": _POLICIES.nothing_saveable,
 }
 
 

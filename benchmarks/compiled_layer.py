@@ -35,22 +35,6 @@ from pallas_kernels import aot, schedule
 from pallas_kernels.chips import TPUS, Chip
 
 FLAGS = flags.FLAGS
-CONFIG = ModelConfig(
-    d_model=1024,
-    num_heads=8,
-    num_layers=1,
-    dtype="bfloat16",
-    aamoe=AAMoEConfig(
-        chunk_size=128,
-        num_experts=64,
-        router="pooled",
-        key_convolution=True,
-        query_convolution=True,
-        max_resources=32,
-        budget=BudgetConfig(beta=8.0, importance="bounded"),
-    ),
-)
-"""The sizes at which kernels are tabled, with the layer of aamoe.gin, and K_max = 32: so many slots are sorted."""
 LAYERS = {"aamoe": ("aamoe",), "dense": ("attention", "feed_forward")}
 KERNELS = ("block_sparse_attention", "gathered_", "dense_attention", "splash")
 """What a `pallas_call` of attention is named like: left out."""
@@ -80,6 +64,32 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
 _SHAPE = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*\})?")
 
 
+@functools.cache
+def config(m: int | None = None) -> ModelConfig:
+    """The sizes at which kernels are tabled, with the layer of aamoe.gin. The larger its resources, the fewer: of 128
+    keys there are 64 experts, a token gets 8 on average, and K_max = 32 slots are sorted.
+
+    Args:
+      m: keys of a resource. None, where nothing depends on it: 128.
+    """
+    m = m or 128
+    return ModelConfig(
+        d_model=1024,
+        num_heads=8,
+        num_layers=1,
+        dtype="bfloat16",
+        aamoe=AAMoEConfig(
+            chunk_size=m,
+            num_experts=64 * 128 // m,
+            router="pooled",
+            key_convolution=True,
+            query_convolution=True,
+            max_resources=32 * 128 // m,
+            budget=BudgetConfig(beta=8 * 128 / m, importance="bounded"),
+        ),
+    )
+
+
 class Operation(NamedTuple):
     """One line of a compiled program."""
 
@@ -94,6 +104,16 @@ class Operation(NamedTuple):
         """A computation that it calls."""
         found = re.search(rf"{name}=%?([\w.\-]+)", self.rest)
         return found[1] if found else None
+
+
+class Key(NamedTuple):
+    """What is compiled: a chip, a layer, the size of its resources, and its rows."""
+
+    chip: str
+    layer: str
+    m: int | None
+    length: int
+    rows: int
 
 
 class Program(NamedTuple):
@@ -119,9 +139,9 @@ class Cost(NamedTuple):
         return 1e9 * self.times * max(self.cycles / chip.clock, self.bytes / bandwidth)
 
 
-def case(name: str, length: int, rows: int) -> tuple[Callable[..., Any], Any]:
+def case(name: str, m: int | None, length: int, rows: int) -> tuple[Callable[..., Any], Any]:
     """Both passes of one mixer, statistics included, for `compile_apart`."""
-    trial = Trial(name, CONFIG)
+    trial = Trial(name, config(m))
 
     def step(params: Any, inputs: Inputs, row: Row, cotangent: Any) -> tuple[Any, Any, Any]:
         output, pull_back, statistics = trial.vjp_and_statistics(params, inputs, row)
@@ -259,27 +279,27 @@ def equals(folder: Path) -> dict[str, str]:
     return result
 
 
-def measured(chip: str, layer: str, length: int, rows: int = 1) -> dict[str, Any]:
-    """Nanoseconds a token of the parts of one layer, modelled."""
+def measured(chip: str, layer: str, m: int | None, length: int, rows: int = 1) -> dict[str, Any]:
+    """Nanoseconds a token of the parts of one layer, modelled. m: None for a dense one."""
     parts: dict[str, float] = {}
     for name in LAYERS[layer]:
         with tempfile.TemporaryDirectory() as root:
             folder = Path(root, "dump")
-            shape = {"name": name, "length": length, "rows": rows}
+            shape = {"name": name, "m": m, "length": length, "rows": rows}
             aot.compile_apart(chip, "benchmarks.compiled_layer:case", shape, dump_to=folder)
             (text,) = folder.glob("*TLP-hlo.txt")
             for cost in costs_of(parse(text.read_text(encoding="utf-8")), folder):
                 parts[cost.part] = parts.get(cost.part, 0.0) + cost.nanoseconds(TPUS[chip]) / (rows * length)
     ordered = dict(sorted(parts.items(), key=lambda item: -item[1]))
-    return {"chip": chip, "layer": layer, "length": length, "rows": rows, "parts": ordered}
+    return {"chip": chip, "layer": layer, "m": m, "length": length, "rows": rows, "parts": ordered}
 
 
-def wanted(chips: list[str], lengths: list[int], tokens: int) -> list[tuple[str, str, int, int]]:
-    """Chip, layer, length and rows of everything to compile."""
+def wanted(chips: list[str], sizes: list[int], lengths: list[int], tokens: int) -> list[Key]:
+    """Everything to compile, for resources of these sizes."""
     keys = []
-    for length, chip in itertools.product(lengths, chips):
+    for m, length, chip in itertools.product(sizes, lengths, chips):
         rows = tokens // length or 1
-        keys += [(chip, "aamoe", length, rows), (chip, "dense", rows * length, 1)]
+        keys += [Key(chip, "aamoe", m, length, rows), Key(chip, "dense", None, rows * length, 1)]
     return list(dict.fromkeys(keys))
 
 
@@ -289,20 +309,20 @@ def report(record: dict[str, Any]) -> str:
     rows = []
     for row in record["rows"]:
         cells = [row["parts"].get(name, 0.0) for name in names]
-        shape = row["chip"], row["layer"], row["length"], row["rows"]
+        shape = row["chip"], row["layer"], row["m"] or "", row["length"], row["rows"]
         rows.append([*shape, *(f"{cell:.0f}" for cell in (sum(cells), *cells))])
-    layer = CONFIG.aamoe
+    model, layer = config(), config().aamoe
     texts = [
         "# One layer on TPUs, as compiled",
-        f"Nanoseconds a token, forward and backward, of all but the attention kernels: AA-MoE (D = {CONFIG.d_model}, "
-        f"H = {CONFIG.num_heads}, m = {layer.chunk_size}, E = {layer.num_experts}, beta = {layer.budget.beta:g}, "
-        f"K_max = {layer.max_resources}, pooled router, convolution of queries and keys), and dense attention with a "
-        f"feed-forward of width {4 * CONFIG.d_model}; rows of L tokens, bfloat16, one device (of v5p, two cores). "
-        "Modelled from the compiler's listings and not "
+        f"Nanoseconds a token, forward and backward, of all but the attention kernels: AA-MoE (D = {model.d_model}, "
+        f"H = {model.num_heads}; E = {layer.num_experts}, beta = {layer.budget.beta:g}, K_max = {layer.max_resources} "
+        f"at m = {layer.chunk_size}, and scaled with m so that there are as many keys; pooled router, convolution of "
+        f"queries and keys), and dense attention with a feed-forward of width {4 * model.d_model}; rows of L tokens, "
+        "bfloat16, one device (of v5p, two cores). Modelled from the compiler's listings and not "
         "measured: bundles times trips at the chip's clock, or bytes at HBM's bandwidth. `tables` is what lies around "
         "the kernel of chosen resources. Experts are prepared once for all rows: the fewer tokens there are, the more "
         "each pays. Without its attention kernel a dense layer is the same for rows of every length.",
-        plain_table(["chip", "layer", "L", "rows", "all", *names], "llrr" + "r" * (len(names) + 1), rows),
+        plain_table(["chip", "layer", "m", "L", "rows", "all", *names], "llrrr" + "r" * (len(names) + 1), rows),
         measure.closing(record["command"], record["versions"]),
     ]
     return "\n\n".join(texts)
@@ -311,6 +331,7 @@ def report(record: dict[str, Any]) -> str:
 def define_flags() -> None:
     """The flags of this program."""
     flags.DEFINE_list("chips", ["v5e", "v6e"], f"Which of {', '.join(TPUS)}.")
+    flags.DEFINE_list("sizes", ["128"], "m: keys of a resource.")
     flags.DEFINE_list("lengths", ["2048", "8192", "32768"], "L: tokens of a row.")
     flags.DEFINE_integer("tokens", 32_768, "Of one device, in as many rows as they fill; 0: one row.", lower_bound=0)
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.", required=True)
@@ -318,13 +339,16 @@ def define_flags() -> None:
 
 def main() -> None:
     path, versions = Path(FLAGS.output), measure.machine()["versions"]
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-    done = {(row["chip"], row["layer"], row["length"], row["rows"]) for row in rows}
-    for key in wanted(FLAGS.chips, [int(length) for length in FLAGS.lengths], FLAGS.tokens):
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"command": "", "rows": []}
+    commands = "\n".join(dict.fromkeys([*known["command"].splitlines(), command_line("benchmarks.compiled_layer")]))
+    rows = known["rows"]
+    done = {tuple(row[name] for name in Key._fields) for row in rows}
+    sizes, lengths = ([int(x) for x in given] for given in (FLAGS.sizes, FLAGS.lengths))
+    for key in wanted(FLAGS.chips, sizes, lengths, FLAGS.tokens):
         if key not in done:
             rows.append(measured(*key))
-            rows.sort(key=lambda row: (row["layer"], list(TPUS).index(row["chip"]), row["length"]))
-            record = {"command": command_line("benchmarks.compiled_layer"), "versions": versions, "rows": rows}
+            rows.sort(key=lambda row: (row["layer"], row["m"] or 0, list(TPUS).index(row["chip"]), row["length"]))
+            record = {"command": commands, "versions": versions, "rows": rows}
             publish(record, report(record), path)
             print(f"{key}: done", file=sys.stderr, flush=True)
 

@@ -17,16 +17,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 from absl import flags
 
-from aamoe_jax.aamoe.budget import UNBOUNDED, most_pairs
+from aamoe_jax.preflight.closed_form import routed_problem
 from benchmarks import measure
-from benchmarks.compiled_layer import CONFIG
+from benchmarks.compiled_layer import config
 from experiments.program import command_line, plain_table, publish, start
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention.tpu import resident
-from pallas_kernels.block_sparse_attention.types import Problem
 from pallas_kernels.chips import TPUS, Chip
 
 FLAGS = flags.FLAGS
@@ -49,17 +47,16 @@ AROUND = 10.2
 """Bundles a token beside its pairs, 8 heads of 128: outputs times totals where a window begins, over them where it ends
 (3.5 and 3.8), gradients cleared (1.0) and converted (twice 0.9). From the listings of both kernels on a v5e."""
 
-WIDTH, HEADS, D_HEAD = CONFIG.d_model, CONFIG.num_heads, CONFIG.head_dim
-M, EXPERTS, BETA = CONFIG.aamoe.chunk_size, CONFIG.aamoe.num_experts, CONFIG.betas[0]
-PAIRS = BETA - 1
-"""Routed resources of a token: the first that it buys is its local window, which has a kernel of its own."""
+WIDTH, HEADS, D_HEAD = config().d_model, config().num_heads, config().head_dim
+SPLASH_KEYS = 128
+"""Of a pair, as splash attention is tabled: it has no resources."""
 
 
-def attention(rows: list[dict[str, Any]], chip: str, kernel: str) -> dict[int, float]:
+def attention(rows: list[dict[str, Any]], chip: str, kernel: str, m: int) -> dict[int, float]:
     """Modelled nanoseconds a pair on one device, both passes, by tile: of those for which both are in the table."""
     sums: dict[int, list[float]] = {}
     for row in rows:
-        if (row["chip"], row["kernel"], row["m"], row["d"], row["heads"]) == (chip, kernel, M, D_HEAD, HEADS):
+        if (row["chip"], row["kernel"], row["m"], row["d"], row["heads"]) == (chip, kernel, m, D_HEAD, HEADS):
             cores = TPUS[chip].device_cores if row["direction"] in DIVIDED[kernel] else 1
             sums.setdefault(row["tile"], []).append(row["issue_nanoseconds"] / cores)
     return {tile: sum(both) for tile, both in sums.items() if len(both) == 2}
@@ -70,14 +67,10 @@ def movement(chip: Chip, moved: float) -> float:
     return 1e9 * moved / (chip.bandwidth * chip.device_cores)
 
 
-def plan(chip: str, length: int, rows: int = 1) -> resident.Path:
+def plan(chip: str, m: int, length: int, rows: int = 1) -> resident.Path:
     """The tiles and windows of rows that lie flat."""
-    chunks, tokens = rows * length // M, rows * length
-    slots = min(CONFIG.aamoe.max_resources or UNBOUNDED, length // M + EXPERTS)
-    most = most_pairs("prefix", rows, length, slots, BETA, CONFIG.aamoe)
-    sizes = tokens, HEADS, D_HEAD, chunks + EXPERTS, M, slots, jnp.dtype(CONFIG.dtype), chunks, most, D_HEAD**-0.5
     with chips.assume(chip):
-        return resident.plan(Problem(*sizes, row_chunks=length // M))
+        return resident.plan(routed_problem(config(m), length, rows))
 
 
 def fill(tile: int, pairs: float, resources: float) -> float:
@@ -86,22 +79,23 @@ def fill(tile: int, pairs: float, resources: float) -> float:
     return rows / (rows + tile / 2)
 
 
-def routed(chip: str, length: int, kernel: dict[int, float], rows: int = 1) -> float | None:
+def routed(chip: str, m: int, length: int, kernel: dict[int, float], rows: int = 1) -> float | None:
     """Attention over the chosen pairs: issue or the keys and values from HBM, and after that what comes and goes around
     a window. None: the tile of such rows is not tabled.
     """
-    problem, layout = plan(chip, length, rows)
+    problem, layout = plan(chip, m, length, rows)
+    pairs = config(m).aamoe.budget.beta - 1  # the first that a token buys is its local window, which has its own kernel
     if layout.tile not in kernel:
         return None
     window, resources = rows * length / layout.windows, problem.met(layout.windows) / layout.windows
-    issue = kernel[layout.tile] / fill(layout.tile, PAIRS * window, resources)
+    issue = kernel[layout.tile] / fill(layout.tile, pairs * window, resources)
     # bfloat16 keys and values in both passes; their float32 gradients are read and written.
-    table = resources * M * WIDTH * (2 * 4 + 2 * 8)
+    table = resources * m * WIDTH * (2 * 4 + 2 * 8)
     # Both kinds of query in, the output in and out in float32; both with the output's gradient in, the local window's
     # gradient of the query in, in float32, and those of both out.
     moved = WIDTH * (2 * 2 + 2 * 4 + 2 * 2 * 2 + 4 + 2 * 2)
     around = movement(TPUS[chip], moved) + CALIBRATION * 1e9 * AROUND / (TPUS[chip].clock * TPUS[chip].device_cores)
-    return max(PAIRS * CALIBRATION * issue, movement(TPUS[chip], table / window)) + around
+    return max(pairs * CALIBRATION * issue, movement(TPUS[chip], table / window)) + around
 
 
 def grouped(parts: dict[str, float]) -> dict[str, float]:
@@ -115,18 +109,18 @@ def model(schedule: list[dict[str, Any]], compiled: list[dict[str, Any]]) -> lis
     compiled. Splash attention takes the best tile."""
     dense = {(row["chip"], row["length"] * row["rows"]): row["parts"] for row in compiled if row["layer"] == "dense"}
     found = []
-    for chip, length, rows, parts in (
-        (row["chip"], row["length"], row["rows"], row["parts"]) for row in compiled if row["layer"] == "aamoe"
+    for chip, m, length, rows, parts in (
+        [row[name] for name in ("chip", "m", "length", "rows", "parts")] for row in compiled if row["layer"] == "aamoe"
     ):
-        resident_kernel, splash = (attention(schedule, chip, name) for name in ("resident", "splash"))
-        chosen = routed(chip, length, resident_kernel, rows)
+        splash = attention(schedule, chip, "splash", SPLASH_KEYS)
+        chosen = routed(chip, m, length, attention(schedule, chip, "resident", m), rows)
         if (chip, rows * length) not in dense or chosen is None or not splash:
             continue
         ours = grouped(parts) | {"attention": chosen}
         issue = min(splash.values())
-        theirs = grouped(dense[chip, rows * length]) | {"attention": CALIBRATION * issue * length / M / 2}
+        theirs = grouped(dense[chip, rows * length]) | {"attention": CALIBRATION * issue * length / SPLASH_KEYS / 2}
         speed_up = sum(theirs.values()) / sum(ours.values())
-        shape = {"chip": chip, "length": length, "rows": rows}
+        shape = {"chip": chip, "m": m, "length": length, "rows": rows}
         found.append({**shape, "aamoe": ours, "dense": theirs, "speed_up": speed_up})
     return found
 
@@ -137,15 +131,16 @@ def report(record: dict[str, Any]) -> str:
     for row in record["rows"]:
         ours, theirs = row["aamoe"], row["dense"]
         cells = [sum(ours.values()), *(ours[name] for name in names), sum(theirs.values()), theirs["attention"]]
-        rows.append(
-            [row["chip"], row["length"], row["rows"], *(f"{cell:.0f}" for cell in cells), f"{row['speed_up']:.2f}"]
-        )
-    heads = ["chip", "L", "rows", "AA-MoE", *names, "dense", "attention", "speed-up"]
+        shape = [row[name] for name in ("chip", "m", "length", "rows")]
+        rows.append([*shape, *(f"{cell:.0f}" for cell in cells), f"{row['speed_up']:.2f}"])
+    layer = config().aamoe
+    heads = ["chip", "m", "L", "rows", "AA-MoE", *names, "dense", "attention", "speed-up"]
     parts = [
         "# One layer on TPUs, modelled",
-        f"Nanoseconds a token, forward and backward, on one device: AA-MoE (D = {WIDTH}, H = {HEADS}, m = {M}, E = "
-        f"{EXPERTS}, beta = {BETA:g}, K_max = {CONFIG.aamoe.max_resources}) against dense flash attention and a "
-        f"feed-forward of width {4 * WIDTH}, rows of L tokens. Modelled from what the compilers made of both, not "
+        f"Nanoseconds a token, forward and backward, on one device: AA-MoE (D = {WIDTH}, H = {HEADS}; E = "
+        f"{layer.num_experts}, beta = {layer.budget.beta:g}, K_max = {layer.max_resources} at m = {layer.chunk_size}, "
+        "and scaled with m so that there are as many keys) against dense flash attention and a feed-forward of width "
+        f"{4 * WIDTH}, rows of L tokens. Modelled from what the compilers made of both, not "
         "measured: splash attention and the kernel of chosen resources by their schedules times "
         f"{CALIBRATION:g}, the latter with its tiles as full as pairs that are spread evenly make them, and copies "
         "and loops around a window added in full; everything else by its listing, or at HBM's bandwidth. `tables` is "
@@ -160,7 +155,7 @@ def report(record: dict[str, Any]) -> str:
 
 def define_flags() -> None:
     """The flags of this program."""
-    tables = [str(RESULTS / f"tpu_schedule{name}.json") for name in ("", "_tiles")]
+    tables = [str(RESULTS / f"tpu_schedule{name}.json") for name in ("", "_tiles", "_tiles_256")]
     flags.DEFINE_list("schedule", tables, "Tables of benchmarks.tpu_schedule.")
     flags.DEFINE_string("compiled", str(RESULTS / "compiled_layer.json"), "The table of benchmarks.compiled_layer.")
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
@@ -170,7 +165,7 @@ def main() -> None:
     *schedules, compiled = (json.loads(Path(path).read_text()) for path in (*FLAGS.schedule, FLAGS.compiled))
     record = {
         "command": command_line("benchmarks.layer_model"),
-        "from": [found["command"] for found in (*schedules, compiled)],
+        "from": [command for found in (*schedules, compiled) for command in found["command"].splitlines()],
         "rows": model([row for found in schedules for row in found["rows"]], compiled["rows"]),
     }
     publish(record, report(record), FLAGS.output)

@@ -26,10 +26,10 @@ def report(record: dict[str, Any]) -> str:
         "Modelled, not measured: no chip was there. A core issues one bundle a cycle; the bundles of a steady step "
         "of the grid are its cycles, without memory stalls. Slots: the share that those bundles fill. The busiest "
         "kind of slot is a limit: the step cannot take fewer bundles than it needs, given in brackets. "
-        "ns: issue or HBM, whichever takes longer; beside it the two limits, FLOPs at the matrix units' peak and "
-        "bytes at HBM's bandwidth. What binds is HBM where bytes take longer than bundles, else the busiest kind "
-        "of slot. Splash attention is counted in the same FLOPs. `dense` meets every pair, "
-        "chosen or not. One core, bfloat16.",
+        "ns: issue or HBM, whichever takes longer, and before and after `gathered` what XLA moves; beside it the two "
+        "limits, FLOPs at the matrix units' peak and bytes at HBM's bandwidth. What binds is HBM where bytes take "
+        "longer than bundles, else the busiest kind of slot. Splash attention is counted in the same FLOPs. `dense` "
+        "meets every pair, chosen or not. One core, bfloat16.",
         table(record["rows"]),
     ]
     if found := targets(record["rows"]):
@@ -96,7 +96,7 @@ def _outcome(name: str, chip: str, wanted: float, found: float, sense: str, rows
 
 def limit(row: Row) -> str:
     """HBM, or the kind of slot that the kernel fills most."""
-    return "HBM" if row["hbm_nanoseconds"] > row["issue_nanoseconds"] else row["busiest"]
+    return "HBM" if row["nanoseconds"] > row["issue_nanoseconds"] else row["busiest"]
 
 
 def binding(row: Row) -> str:

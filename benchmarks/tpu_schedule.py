@@ -1,6 +1,6 @@
 """The TPU compiler's own schedule of every kernel, for chips that are not there; JAX's splash attention beside them.
 
-    python -m benchmarks.tpu_schedule --output=experiments/results/tpu_schedule.json --golden --costs
+    python -m benchmarks.tpu_schedule --output=experiments/results/tpu_schedule.json --golden
 
 Needs libtpu (extra `aot`). A core issues one bundle a cycle, in order: the bundles of a steady step of the grid, over
 the pairs of the step, are modelled cycles a pair. The model leaves out memory stalls, bank conflicts and the steps that
@@ -81,6 +81,8 @@ class Kernel(NamedTuple):
     direction: Direction
     parts: Callable[[Shape], list[Part]]
     bytes_a_pair: Callable[[Shape, list[aot.Compiled]], float]
+    bytes_apart: Callable[[Shape], float] = lambda shape: 0.0
+    """Of these, what XLA moves before and after the kernels: no bundle of theirs runs beside it."""
 
 
 HEADLINE = Shape(128, 128, 8, 512)
@@ -89,14 +91,20 @@ SHAPES = {
     "short": Shape(128, 128, 8, 256),
     "shortest": Shape(128, 128, 8, 128),
     "long": Shape(256, 128, 8, 512),
+    "long_short": Shape(256, 128, 8, 256),
+    "long_shortest": Shape(256, 128, 8, 128),
     "wide": Shape(256, 256, 4, 512),
     "longest": Shape(512, 128, 8, 512),
     "small": Shape(64, 128, 8, 512),
     "narrow": Shape(128, 64, 16, 512),
     "double": Shape(128, 128, 16, 512),
 }
-"""`short` and `shortest` tiles, `long`, `longest` and `small` resources, `wide` and `narrow` heads, `double` width."""
+"""`short` and `shortest` tiles, of `long` resources too; `long`, `longest` and `small` resources, `wide` and `narrow`
+heads, `double` width."""
 COSTS = Path(block_sparse_attention.__file__).parent / "tpu" / "costs.json"
+RESULTS = Path(__file__).parents[1] / "experiments" / "results"
+COST_TABLES = ("tpu_schedule", "tpu_schedule_tiles", "tpu_schedule_paths")
+"""The headline's, and those of smaller tiles."""
 
 
 def _sizes(shape: Shape, direction: str) -> dict[str, Any]:
@@ -124,7 +132,7 @@ def resident(direction: Direction, maximum: Literal["bounded", "running"] = "bou
 def gathered(direction: Direction) -> Kernel:
     """Rows of pairs in HBM, and the sums of a token's rows. The cases: 64 tiles, 32 resources, 32 pairs a token.
 
-    XLA gathers the rows (and permutes outputs): it issues elsewhere or in between, so only its bytes are counted.
+    XLA gathers the rows (and permutes outputs) apart: only its bytes are counted.
     """
     sums = {"forward": "merge", "backward": "add"}[direction]
 
@@ -137,12 +145,15 @@ def gathered(direction: Direction) -> Kernel:
             Part(case, _sizes(shape, sums), f"gathered_{sums}", by_chunk),
         ]
 
+    def apart(shape: Shape) -> float:
+        # Of rows, queries come and outputs go, or their gradients: bfloat16 and float32, each read and written.
+        return (2 * 2 + 2 * 4) * shape.width
+
     def moved(shape: Shape, programs: list[aot.Compiled]) -> float:
         pairs = zip(programs, (64 * shape.tile, CHUNKS * CHUNK), strict=True)
-        # Of rows, queries come and outputs go, or their gradients: bfloat16 and float32, each read and written.
-        return sum(_arrays([program]) / count for program, count in pairs) + (2 * 2 + 2 * 4) * shape.width
+        return sum(_arrays([program]) / count for program, count in pairs) + apart(shape)
 
-    return Kernel("gathered", direction, parts, moved)
+    return Kernel("gathered", direction, parts, moved, apart)
 
 
 def dense(direction: Direction) -> Kernel:
@@ -209,7 +220,7 @@ class Measured(NamedTuple):
 
 
 def row(chip: str, kernel: Kernel, shape: Shape, parts: list[Measured]) -> dict[str, Any]:
-    """Modelled figures of one kernel: time is issue or HBM, whichever takes longer."""
+    """Modelled figures of one kernel: time is issue or HBM, whichever takes longer, and what XLA moves apart."""
     limits = TPUS[chip]
     bundles = sum(part.bundles for part in parts)
     names = parts[0].schedule.slots
@@ -217,8 +228,9 @@ def row(chip: str, kernel: Kernel, shape: Shape, parts: list[Measured]) -> dict[
     busiest = max(slots, key=slots.__getitem__)
     flops = FLOPS[kernel.direction] * shape.m * shape.width
     moved = kernel.bytes_a_pair(shape, [part.program for part in parts])
-    issue, hbm = 1e9 * bundles / limits.clock, 1e9 * moved / limits.bandwidth
-    nanoseconds = max(issue, hbm)
+    issue = 1e9 * bundles / limits.clock
+    hbm, apart = (1e9 * count / limits.bandwidth for count in (moved, kernel.bytes_apart(shape)))
+    nanoseconds = max(issue, hbm - apart) + apart
     return {
         "chip": chip,
         "kernel": kernel.name,
@@ -288,27 +300,38 @@ def write_golden(rows: list[dict[str, Any]]) -> None:
     GOLDEN.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def costs(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Nanoseconds of one pair, both passes, at the headline's sizes: by chip, path and tile.
+def costs(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+    """Nanoseconds of one pair, both passes, at the headline's sizes: by chip, path and tile; see `dispatch.COSTS`.
 
     Raises:
       ValueError: a chip, a path or a pass is missing.
     """
-    found: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    found: dict[str, dict[str, dict[str, dict[str, dict[str, Any]]]]] = {}
     for row in rows:
         if row["kernel"] in PATHS and Shape(row["m"], row["d"], row["heads"], HEADLINE.tile) == HEADLINE:
             tiles = found.setdefault(row["chip"], {}).setdefault(row["kernel"], {})
-            tiles.setdefault(str(row["tile"]), {})[row["direction"]] = row["nanoseconds"]
+            tiles.setdefault(str(row["tile"]), {})[row["direction"]] = row
     for chip, path in itertools.product(TPUS, PATHS):
         if set(found.get(chip, {}).get(path, {}).get(str(HEADLINE.tile), {})) != set(DIRECTIONS):
             raise ValueError(f"{path} for {chip} has not both passes at the headline's sizes: no costs are written")
+
+    def of_tile(both: dict[str, dict[str, Any]]) -> dict[str, float]:
+        kinds = {"issue": "issue_nanoseconds", "time": "nanoseconds"}
+        return {kind: round(sum(row[name] for row in both.values()), 3) for kind, name in kinds.items()}
+
     return {
         chip: {
-            path: {tile: round(sum(both.values()), 3) for tile, both in tiles.items() if len(both) == len(DIRECTIONS)}
+            path: {tile: of_tile(both) for tile, both in tiles.items() if len(both) == len(DIRECTIONS)}
             for path, tiles in paths.items()
         }
         for chip, paths in found.items()
     }
+
+
+def committed_rows() -> list[dict[str, Any]]:
+    """Of the tables that costs are made of."""
+    tables = (json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in COST_TABLES)
+    return [row for table in tables for row in table["rows"]]
 
 
 def regressions(rows: Iterable[dict[str, Any]], golden: dict[str, float]) -> list[str]:
@@ -334,10 +357,13 @@ def define_flags() -> None:
         flags.register_validator(flag, lambda given, known=known: set(given) <= set(known), message)
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
     flags.DEFINE_bool("golden", False, f"Write {GOLDEN.name}, which the AOT tests compare with.")
-    flags.DEFINE_bool("costs", False, f"Write {COSTS.name}, by which `tpu.dispatch` chooses.")
+    flags.DEFINE_bool("costs", False, f"Write {COSTS.name}, by which TPUs choose, from committed tables; no more.")
 
 
 def main() -> None:
+    if FLAGS.costs:
+        COSTS.write_text(json.dumps(costs(committed_rows()), indent=1) + "\n", encoding="utf-8")
+        return
     kernels = [kernel for kernel in KERNELS if kernel.name in FLAGS.kernels]
     found = [measured(chip, kernels, SHAPES[name]) for chip in FLAGS.chips for name in FLAGS.shapes]
     rows, refused = (list(itertools.chain.from_iterable(parts)) for parts in zip(*found, strict=True))
@@ -350,8 +376,6 @@ def main() -> None:
     publish(record, report(record), FLAGS.output)
     if FLAGS.golden:
         write_golden(rows)
-    if FLAGS.costs:
-        COSTS.write_text(json.dumps(costs(rows), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -35,14 +35,11 @@ class Space:
     """Rows of a step, over the chips of the slice."""
 
 
+REMATS = ("none", "dots", "attention")
 SPACES = {
-    "aamoe_1b.gin": Space(
-        "v5p:4x4x4", ((1, 64, 1, 1), (4, 16, 1, 1), (1, 16, 4, 1), (1, 16, 1, 4)), ("full", "attention"), (1,)
-    ),
-    "aamoe_8b.gin": Space(
-        "v5p:8x8x8", ((8, 64, 1, 1), (1, 64, 1, 8), (1, 64, 8, 1), (8, 8, 1, 8)), ("attention",), (1,)
-    ),
-    "aamoe_100b.gin": Space("v5p:8x8x8", ((1, 8, 8, 8), (1, 64, 8, 1), (1, 64, 1, 8)), ("attention",), (1 / 8,)),
+    "aamoe_1b.gin": Space("v5p:4x4x4", ((1, 64, 1, 1), (4, 16, 1, 1), (1, 16, 4, 1), (1, 16, 1, 4)), REMATS, (1,)),
+    "aamoe_8b.gin": Space("v5p:8x8x8", ((8, 64, 1, 1), (1, 64, 1, 8), (1, 64, 8, 1), (8, 8, 1, 8)), REMATS, (1,)),
+    "aamoe_100b.gin": Space("v5p:8x8x8", ((1, 8, 8, 8), (1, 64, 8, 1), (1, 64, 1, 8)), REMATS, (1 / 8,)),
 }
 
 

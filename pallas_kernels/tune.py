@@ -205,7 +205,8 @@ def by_schedule(chip: str, implementation: str, shape: Shape, sizes: Sequence[Bl
         if isinstance(found, str):
             results.append(Result(candidate, None, found))
             continue
-        costs = {name: {str(path.layout.tile): found * dispatch.REFERENCE_WORK / work}}
+        cost = found * dispatch.REFERENCE_WORK / work
+        costs = {name: {str(path.layout.tile): {"issue": cost, "time": cost}}}
         times = dispatch.modelled(problem, chip, {name: path}, costs)
         results.append(Result(candidate, times[name] / 1e6))
     return results

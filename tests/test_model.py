@@ -118,11 +118,10 @@ def test_rotary_tables_are_computed_once_where_layers_are_unrolled(monkeypatch):
     assert program.count(" cosine(") == 3
 
 
-def test_no_kernel_runs_twice_where_what_attention_gives_is_kept():
+@pytest.mark.parametrize("remat", ["dots", "attention"])
+def test_no_kernel_runs_twice_where_what_attention_gives_is_kept(remat):
     """In a step as a TPU gets it: sparse and dense attention, tables and selection."""
-    config = model_config(
-        remat="attention", pattern=("attention", "aamoe"), dtype="bfloat16", kernel="pallas_tpu_resident"
-    )
+    config = model_config(remat=remat, pattern=("attention", "aamoe"), dtype="bfloat16", kernel="pallas_tpu_resident")
 
     def loss(params, tokens):
         return jax.nn.logsumexp(merge(structure(config), params)(tokens)[0], axis=-1).sum()

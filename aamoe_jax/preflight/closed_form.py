@@ -5,20 +5,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
+from aamoe_jax.aamoe.budget import UNBOUNDED, most_pairs
 from aamoe_jax.aamoe.costs import flops_per_pair
+from aamoe_jax.aamoe.parallel import pair_bound
 from aamoe_jax.config import ExperimentConfig, ModelConfig
 from aamoe_jax.cost import forward_flops
 from aamoe_jax.mixers.splash import TILES
 from aamoe_jax.preflight.hardware import Slice
 from aamoe_jax.preflight.summary import Mode
 from aamoe_jax.preflight.work import Kernel
-from pallas_kernels.block_sparse_attention.tpu.dispatch import COSTS, REFERENCE_WORK
-from pallas_kernels.chips import TPUS
+from aamoe_jax.shards import WHOLE, Shards
+from pallas_kernels import chips
+from pallas_kernels.block_sparse_attention.tpu import dispatch
+from pallas_kernels.block_sparse_attention.types import Problem
 
-FILL = 0.8
-"""Share of a tile's rows that are pairs: assumed. Budgets leave slots unused, groups of pairs end inside a tile."""
 FORWARD, BACKWARD = 2, 5
 """Matrix products per pair in the passes of a kernel: scores and values; scores again, and four gradients."""
 SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
@@ -52,21 +55,26 @@ def spent_flops(config: ModelConfig, rows: int, length: int) -> float:
 
 def pairs_per_token(config: ModelConfig) -> float:
     """Resources that a token can pay for, in all AA-MoE layers together."""
+    return sum(bought(config), 0.0)
+
+
+def bought(config: ModelConfig) -> list[float]:
+    """Resources that a token can pay for, its local window among them, in each AA-MoE layer."""
     most = config.aamoe.max_resources
     betas = [config.betas[layer] for layer in config.layers_of("aamoe")]
-    return sum((beta if most is None else min(beta, most) for beta in betas), 0.0)
+    return [beta if most is None else min(beta, most) for beta in betas]
 
 
 def kernel_work(
-    config: ExperimentConfig, piece: Slice, tensor: int, tokens: float, mode: Mode, kernels: Sequence[Kernel]
+    config: ExperimentConfig, piece: Slice, shards: Shards, tokens: float, mode: Mode, kernels: Sequence[Kernel]
 ) -> KernelWork:
     """What the attention kernels of a program do for so many tokens, as often as the program runs them.
 
     Args:
-      tensor: devices that heads are divided over. All cores of one run its kernels, as far as there are heads for them.
-      tokens: all tokens of a step, over all devices.
+      shards: of the mesh. All cores of a device run its kernels, as far as there is work for them.
+      tokens: those of a step, over the number of devices.
     """
-    routed, dense = _routed(config.model, piece, tensor, tokens, mode, kernels), splash_flops(config, tokens, kernels)
+    routed, dense = _routed(config, piece, shards, tokens, mode, kernels), splash_flops(config, tokens, kernels)
     choice = sum(kernel.flops for kernel in kernels if kernel.name.startswith("choice_"))
     seconds = routed.seconds + (dense + choice / CHOICE_RATE[piece.chip]) / piece.device.flops
     return KernelWork(routed.flops + dense + choice, seconds)
@@ -80,20 +88,38 @@ def splash_flops(config: ExperimentConfig, tokens: float, kernels: Sequence[Kern
 
 
 def _routed(
-    config: ModelConfig, piece: Slice, tensor: int, tokens: float, mode: Mode, kernels: Sequence[Kernel]
+    config: ExperimentConfig, piece: Slice, shards: Shards, tokens: float, mode: Mode, kernels: Sequence[Kernel]
 ) -> KernelWork:
-    """Pairs of AA-MoE layers."""
+    """Pairs of AA-MoE layers, in tiles as full as pairs that are spread evenly make them."""
+    model = config.model
     path = next((path for name, path in PATHS.items() for kernel in kernels if kernel.name.startswith(name)), None)
     if path is None:
         return KernelWork(0.0, 0.0)
     products = BACKWARD + FORWARD * _forward_passes(kernels) if mode == "train" else FORWARD
-    flops = tokens * pairs_per_token(config) * products * flops_per_pair(config) / FORWARD
-    # Schedules are of one forward and one backward pass, with keys of 128 rows and 1024 lanes.
-    rate = 2 * (FORWARD + BACKWARD) * REFERENCE_WORK / (1e-9 * min(COSTS[piece.chip][path].values()))
-    cores = TPUS[piece.chip].device_cores
-    if path != "resident":
-        cores = min(cores, max(1, config.num_heads // tensor))
-    return KernelWork(flops, flops / (rate * FILL * cores))
+    flops = tokens * pairs_per_token(model) * products * flops_per_pair(model) / FORWARD
+    # One call has the tokens of whole rows, with some of the heads and of the resources.
+    calls = config.training.accumulate if mode == "train" else 1
+    attending = tokens * shards.tensor * shards.resource
+    problem = routed_problem(model, config.data.seq_len, max(1, round(attending / calls / config.data.seq_len)), shards)
+    seconds = 0.0
+    with chips.assume(piece.chip):
+        plan = dispatch.PLANS[path](problem)
+        for pairs in bought(model):
+            given = problem.tokens * pairs / shards.resource
+            a_call = 1e-9 * dispatch.nanoseconds(problem, piece.chip, path, plan, "issue", pairs=given)
+            seconds += a_call * attending / problem.tokens * products / (FORWARD + BACKWARD)
+    return KernelWork(flops, seconds)
+
+
+def routed_problem(config: ModelConfig, length: int, rows: int, shards: Shards = WHOLE) -> Problem:
+    """A call of the kernels on one device: rows of whole chunks, one after the other."""
+    layer, m, chunks = config.aamoe, config.aamoe.chunk_size, length // config.aamoe.chunk_size
+    slots = min(layer.max_resources or UNBOUNDED, chunks + layer.num_experts)
+    beta = max(config.betas[index] for index in config.layers_of("aamoe"))
+    most = pair_bound(most_pairs(layer.budget.normalizer, rows, length, slots, beta, layer), shards)
+    of_row, experts = max(1, chunks // shards.resource), layer.num_experts // shards.resource
+    shape = rows * length, config.num_heads // shards.tensor, config.head_dim, rows * of_row + experts, m, slots
+    return Problem(*shape, jnp.dtype(config.dtype), rows * of_row, most, config.head_dim**-0.5, row_chunks=of_row)
 
 
 def _forward_passes(kernels: Sequence[Kernel]) -> float:

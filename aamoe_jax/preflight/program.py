@@ -18,6 +18,7 @@ from aamoe_jax.preflight.closed_form import kernel_work, step_flops
 from aamoe_jax.preflight.compiler import Outcome, Traced
 from aamoe_jax.preflight.hardware import Slice
 from aamoe_jax.preflight.summary import Memory, Mode, Network, Summary
+from aamoe_jax.shards import Shards
 from pallas_kernels import aot
 
 Depth = Literal["placed", "compiled"]
@@ -100,7 +101,9 @@ def summarize(
     done = work.measure(module, runs)
     held = buffers.assignment(module, assigned, live)
     devices = len(traced.places)
-    kernels = kernel_work(config, piece, traced.mesh["tensor"], traced.tokens / devices, mode, done.kernels)
+    mesh, bound = traced.mesh, config.mesh.pair_bound
+    shards = Shards(mesh["fsdp"], mesh["resource"], mesh["tensor"], bound)
+    kernels = kernel_work(config, piece, shards, traced.tokens / devices, mode, done.kernels)
     within = collectives.collectives(module, runs, traced.mesh)
     speeds = [piece.group_bandwidth([traced.places[index] for index in part.members]) for part in within]
     network = [Network(part, part.sent / speed) for part, speed in zip(within, speeds, strict=True)]

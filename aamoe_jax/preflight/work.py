@@ -27,6 +27,8 @@ MOVES_NOTHING = re.compile(
 TRANSFERS = ("copy-start", "slice-start", "dynamic-slice-start")
 PARTIAL = ("dynamic-slice", "slice", "gather")
 SAME = ("bitcast", "reshape")
+IN_PLACE = "output_to_operand_aliasing={{}: (0, {})}"
+"""Of a fusion inside another: its operand under another tiling."""
 WINDOW = {"stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
 """Of a convolution that does not say otherwise."""
 
@@ -172,7 +174,7 @@ def _read(module: Module, computation: Computation, name: str) -> int:
     read = 0
     for user in computation.instructions.values():
         for index in (i for i, operand in enumerate(user.operands) if operand == name):
-            if user.opcode in SAME:
+            if user.opcode in SAME or IN_PLACE in user.attributes:
                 read += _read(module, computation, user.name)
             elif user.opcode in PARTIAL and index == 0:
                 read += user.results[0].bytes

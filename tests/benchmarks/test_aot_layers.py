@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 @needs_libtpu
 def test_products_of_a_compiled_layer_take_no_less_than_the_chips_peak_allows(monkeypatch):
     monkeypatch.setattr(compiled_layer, "LAYERS", {"dense": ("feed_forward",)})
-    length, width = 1024, compiled_layer.CONFIG.d_model
-    parts = compiled_layer.measured("v5e", "dense", length)["parts"]
+    length, width = 1024, compiled_layer.config().d_model
+    parts = compiled_layer.measured("v5e", "dense", None, length)["parts"]
     least = 1e9 * 3 * 2 * 2 * width * 4 * width / TPUS["v5e"].flops  # two matrices, three times
     assert least < parts[compiled_layer.PRODUCTS] < 2 * least
     assert sum(parts.values()) < 3 * least

@@ -163,38 +163,50 @@ def test_time_is_issue_or_bytes():
 
 def test_rows_fill_a_device_and_a_dense_layer_is_compiled_once():
     """Longer rows than it has tokens are one row."""
-    assert compiled_layer.wanted(["v5e", "v6e"], [256, 1024, 8192], 1024) == [
-        ("v5e", "aamoe", 256, 4),
-        ("v5e", "dense", 1024, 1),
-        ("v6e", "aamoe", 256, 4),
-        ("v6e", "dense", 1024, 1),
-        ("v5e", "aamoe", 1024, 1),
-        ("v6e", "aamoe", 1024, 1),
-        ("v5e", "aamoe", 8192, 1),
-        ("v5e", "dense", 8192, 1),
-        ("v6e", "aamoe", 8192, 1),
-        ("v6e", "dense", 8192, 1),
+    assert compiled_layer.wanted(["v5e", "v6e"], [128], [256, 1024, 8192], 1024) == [
+        ("v5e", "aamoe", 128, 256, 4),
+        ("v5e", "dense", None, 1024, 1),
+        ("v6e", "aamoe", 128, 256, 4),
+        ("v6e", "dense", None, 1024, 1),
+        ("v5e", "aamoe", 128, 1024, 1),
+        ("v6e", "aamoe", 128, 1024, 1),
+        ("v5e", "aamoe", 128, 8192, 1),
+        ("v5e", "dense", None, 8192, 1),
+        ("v6e", "aamoe", 128, 8192, 1),
+        ("v6e", "dense", None, 8192, 1),
     ]
-    assert compiled_layer.wanted(["v5e"], [256, 512], 0) == [
-        ("v5e", layer, length, 1) for length in (256, 512) for layer in ("aamoe", "dense")
+    assert compiled_layer.wanted(["v5e"], [128, 256], [512], 0) == [
+        ("v5e", "aamoe", 128, 512, 1),
+        ("v5e", "dense", None, 512, 1),
+        ("v5e", "aamoe", 256, 512, 1),
     ]
+
+
+def test_larger_resources_are_fewer_and_have_as_many_keys():
+    for m in (64, 128, 256):
+        layer = compiled_layer.config(m).aamoe
+        keys = [count * layer.chunk_size for count in (layer.num_experts, layer.budget.beta, layer.max_resources)]
+        assert keys == [8192, 1024, 4096]
 
 
 def test_what_is_done_is_kept_and_the_rest_is_compiled(tmp_path, monkeypatch):
     output, compiled = tmp_path / "x.json", []
-    done = {"chip": "v5e", "layer": "aamoe", "length": 256, "rows": 2, "parts": {"products": 3.0}}
-    output.write_text(json.dumps({"rows": [done]}))
+    done = {"chip": "v5e", "layer": "aamoe", "m": 128, "length": 256, "rows": 2, "parts": {"products": 3.0}}
+    output.write_text(json.dumps({"command": "python -m first", "rows": [done]}))
 
     def measured(*key):
         compiled.append(key)
-        return dict(zip(("chip", "layer", "length", "rows"), key, strict=True)) | {"parts": {"tables": 2.0}}
+        return dict(zip(compiled_layer.Key._fields, key, strict=True)) | {"parts": {"tables": 2.0}}
 
     monkeypatch.setattr(compiled_layer, "measured", measured)
-    flags = {"output": str(output), "chips": ["v5e"], "lengths": ["256"], "tokens": 512}
+    flags = {"output": str(output), "chips": ["v5e"], "sizes": ["128"], "lengths": ["256"], "tokens": 512}
     monkeypatch.setattr(compiled_layer, "FLAGS", type("Flags", (), flags))
     compiled_layer.main()
-    assert compiled == [("v5e", "dense", 512, 1)]
-    assert json.loads(output.read_text())["rows"][0] == done
+    assert compiled == [("v5e", "dense", None, 512, 1)]
+    record = json.loads(output.read_text())
+    assert record["rows"][0] == done
+    first, second = record["command"].splitlines()
+    assert (first, "benchmarks.compiled_layer" in second) == ("python -m first", True)
     text = output.with_suffix(".md").read_text()
     assert "not measured" in text
-    assert "| v5e | aamoe | 256 | 2 | 3 | 3 | 0 |" in text
+    assert "| v5e | aamoe | 128 | 256 | 2 | 3 | 3 | 0 |" in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -179,8 +178,11 @@ class TestCosts:
     def test_both_passes_of_a_tile_are_added(self):
         short = row(shape=HEADLINE._replace(tile=256))  # its backward pass is missing
         found = tpu_schedule.costs([*self.rows(), short, row() | {"kernel": "splash"}, row() | {"m": 64}])
-        both = row()["nanoseconds"] + row(direction="backward")["nanoseconds"]
-        assert found["v5e"] == {path: {"512": pytest.approx(both, abs=1e-3)} for path in tpu_schedule.PATHS}
+        for kind, name in (("issue", "issue_nanoseconds"), ("time", "nanoseconds")):
+            both = row()[name] + row(direction="backward")[name]
+            costs = {path: tiles["512"][kind] for path, tiles in found["v5e"].items()}
+            assert costs == dict.fromkeys(tpu_schedule.PATHS, pytest.approx(both, abs=1e-3))
+        assert {tuple(tiles) for tiles in found["v5e"].values()} == {("512",)}
 
     def test_half_a_path_is_refused(self):
         with pytest.raises(ValueError, match="gathered for v6e has not both passes"):
@@ -193,8 +195,7 @@ class TestCosts:
             )
 
     def test_dispatch_goes_by_the_committed_schedules(self):
-        path = Path(tpu_schedule.__file__).parents[1] / "experiments" / "results" / "tpu_schedule.json"
-        committed = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        assert tpu_schedule.costs(committed) == dispatch.COSTS
+        assert tpu_schedule.costs(tpu_schedule.committed_rows()) == dispatch.COSTS
+        assert all(set(paths["resident"]) == {"128", "256", "512"} for paths in dispatch.COSTS.values())
         assert set(dispatch.COSTS) == set(TPUS)
         assert all(set(paths) == {"resident", "gathered", "dense"} for paths in dispatch.COSTS.values())

@@ -67,6 +67,14 @@ def test_only_gradients_cross_the_network_between_slices():
     assert summary.limits["DCN"] == pytest.approx(across.collective.sent / Slice.parse(summary.topology).kind.dcn)
 
 
+def test_sums_over_tokens_are_scattered_and_not_taken_whole():
+    """Along `tensor`, statistics and gradients of parameters that are whole there are all that is summed whole."""
+    config = golden.experiment(MeshConfig(fsdp=8, tensor=8), d_model=1024, num_heads=8)
+    network = compile_apart(config, "v5p:4x4x4", "train", "placed").network
+    sent = {part.collective.kind: part.collective.sent for part in network if part.collective.axes == ("tensor",)}
+    assert sent.get("all-reduce", 0) < 0.5 * sent["reduce-scatter"]
+
+
 def test_a_mesh_that_does_not_make_the_slice_is_refused():
     with pytest.raises(ConfigError, match=r"MeshConfig: .* does not make 4 devices"):
         compile_apart(golden.experiment(MeshConfig(data=3, fsdp=1)), "v5e:2x2", "train", "placed")

@@ -103,6 +103,18 @@ class TestWork:
         )  # both sides of the gather are in fast memory; the counter is added to a constant
         assert done.bytes == LAYERS * (update + cut + product + collective + counter) + LAYERS * 2 * 4 + 8
 
+    def test_another_tiling_of_an_operand_inside_a_fusion_moves_nothing(self, sample):
+        """As TPU7x's compiler writes slices and updates of stacked arrays."""
+        text = PROGRAM
+        for name, type_ in (("p0", "bf16[12,2048,1024]{2,1,0:T(16,128)(2,1)}"), ("q0", "bf16[12,256,1024]{2,1,0}")):
+            text = text.replace(f"(%{name},", f"(%tiled.{name},")
+            (line,) = (line for line in text.splitlines() if line.startswith(f"  %{name} = "))
+            view = f"  %tiled.{name} = {type_} fusion(%{name}), kind=kLoop, {work.IN_PLACE}, calls=%product"
+            text = text.replace(line, f"{line}\n{view}")
+        module = hlo.parse(text)
+        assert text.count(work.IN_PLACE) == 2
+        assert work.measure(module, hlo.runs(module)).bytes == work.measure(sample, hlo.runs(sample)).bytes
+
     @pytest.mark.parametrize(
         ("line", "flops"),
         [

@@ -21,13 +21,17 @@ from aamoe_jax.preflight import closed_form, report
 from aamoe_jax.preflight.hardware import Slice
 from aamoe_jax.preflight.summary import Summary
 from aamoe_jax.preflight.work import Kernel
+from aamoe_jax.shards import WHOLE, Shards
+from pallas_kernels.block_sparse_attention.tpu import dispatch
 from tests.preflight.samples import GIB, REFUSED, SUMMARY
 
 
-def experiment(**model) -> ExperimentConfig:
-    layer = AAMoEConfig(chunk_size=64, max_resources=6, budget=BudgetConfig(beta=(2.0, 4.0, 8.0, 8.0)))
+def experiment(**options) -> ExperimentConfig:
+    """Options of the layer, or of the model."""
+    layer = {"chunk_size": 64, "max_resources": 6, "budget": BudgetConfig(beta=(2.0, 4.0, 8.0, 8.0))}
+    layer |= {name: options.pop(name) for name in ("num_experts", "budget") if name in options}
     return ExperimentConfig(
-        model=ModelConfig(d_model=1024, num_heads=8, num_layers=4, aamoe=layer, **model),
+        model=ModelConfig(d_model=1024, num_heads=8, num_layers=4, aamoe=AAMoEConfig(**layer), **options),
         data=DataConfig(seq_len=4096),
         training=TrainingConfig(batch_size=64),
     )
@@ -91,29 +95,54 @@ class TestClosedForm:
             ([window], "train", 0),
         ):
             assert (
-                closed_form.kernel_work(config, Slice.parse("v5p:4x4x4"), 1, 10.0, mode, kernels).flops
+                closed_form.kernel_work(config, Slice.parse("v5p:4x4x4"), WHOLE, 10.0, mode, kernels).flops
                 == 10 * pair * products
             )
 
-    def test_kernels_take_what_their_schedules_say(self):
+    @pytest.mark.parametrize(
+        ("topology", "path", "tensor", "tabled", "met", "cores"),
+        [
+            ("v5e:4x4", "resident", 1, 128, 64 + 64, 1),
+            ("v5p:4x4x4", "resident", 1, 128, 32 + 64 + 2 * 64, 2),  # each core has half of the tokens
+            ("v5p:4x4x4", "gathered", 1, 256, 64 + 64, 2),  # 128 is not tabled
+            ("v5p:4x4x4", "gathered", 8, 256, 64 + 64, 1),  # a core has no half of a head
+        ],
+    )
+    def test_kernels_take_what_their_schedules_say(self, topology, path, tensor, tabled, met, cores):
+        """A row of 4,096 tokens, 64 chunks, 64 experts; each that a window meets pads half a tile of 128."""
+        config, piece = experiment(num_experts=64), Slice.parse(topology)
+        name = {"resident": "block_sparse_attention", "gathered": "gathered"}[path]
+        kernels = [Kernel(f"{name}_{part}", 4, 9, 9) for part in ("forward", "backward")]
+        done = closed_form.kernel_work(config, piece, Shards(tensor=tensor), 4096 / tensor, "train", kernels)
+        a_pair = 1e-9 * dispatch.COSTS[piece.chip][path][str(tabled)]["issue"] * 64 / 128 / tensor  # m = 64
+        assert done.seconds == pytest.approx(a_pair * (4096 * (2 + 4 + 6 + 6) + 4 * met * 64) / cores)
+
+    def test_a_call_has_the_rows_of_one_accumulated_step_and_a_part_of_the_resources(self):
         config = experiment()
-        for topology, path, tensor, cores in (
-            ("v5p:4x4x4", "resident", 1, 2),
-            ("v5e:4x4", "resident", 1, 1),
-            ("v5p:4x4x4", "gathered", 1, 2),
-            ("v5p:4x4x4", "gathered", config.model.num_heads, 1),  # a core has no half of a head
-        ):
-            name = {"resident": "block_sparse_attention", "gathered": "gathered"}[path]
-            kernels = [Kernel(f"{name}_{part}", 4, 9, 9) for part in ("forward", "backward")]
-            piece = Slice.parse(topology)
-            done = closed_form.kernel_work(config, piece, tensor, 10.0, "train", kernels)
-            nanoseconds = min(closed_form.COSTS[piece.chip][path].values()) * 64 / 128  # a pair of m = 64
-            assert done.seconds == pytest.approx(180 * nanoseconds * 1e-9 / closed_form.FILL / cores)
+        kernels = [Kernel(f"block_sparse_attention_{part}", 4, 9, 9) for part in ("forward", "backward")]
+
+        def seconds(rows: int, shards: Shards = WHOLE, accumulate: int = 1) -> float:
+            given = dataclasses.replace(config, training=TrainingConfig(batch_size=64, accumulate=accumulate))
+            tokens = 4096 * rows / shards.resource
+            return closed_form.kernel_work(given, Slice.parse("v5e:4x4"), shards, tokens, "train", kernels).seconds
+
+        assert seconds(8, accumulate=8) == pytest.approx(8 * seconds(1))
+        assert seconds(8) != pytest.approx(8 * seconds(1))  # other windows and tiles
+        assert seconds(1) / 4 < seconds(1, Shards(resource=4)) < seconds(1)
+
+    def test_dense_kernels_take_the_same_whatever_is_bought(self):
+        kernels = [Kernel(f"dense_attention_{part}", 4, 9, 9) for part in ("forward", "backward")]
+        few, many = experiment(), experiment(budget=BudgetConfig(beta=6.0))
+        found = [
+            closed_form.kernel_work(config, Slice.parse("v6e:4x4"), WHOLE, 4096.0, "train", kernels).seconds
+            for config in (few, many)
+        ]
+        assert found[0] == found[1] > 0
 
     def test_the_kernels_of_a_pooled_router_are_counted_by_what_is_attached(self):
         config, piece = experiment(), Slice.parse("v5p:4x4x4")
         kernels = [Kernel("choice_forward", 4, 10**12, 9), Kernel("choice_backward", 4, 2 * 10**12, 9)]
-        done = closed_form.kernel_work(config, piece, 1, 10.0, "train", kernels)
+        done = closed_form.kernel_work(config, piece, WHOLE, 10.0, "train", kernels)
         assert done.flops == 3 * 10**12
         assert done.seconds == pytest.approx(3e12 / (closed_form.CHOICE_RATE["v5p"] * piece.device.flops))
 
@@ -122,7 +151,7 @@ class TestClosedForm:
         config, piece = experiment(), Slice.parse("v5p:4x4x4")
         names = "splash_mha_fwd_segmented_residuals", "splash_mha_dkv_no_residuals", "splash_mha_dq_no_residuals"
         kernels = [Kernel(name, times, 0, 9) for name, times in zip(names, (6, 3, 3), strict=True)]
-        done = closed_form.kernel_work(config, piece, 1, 4096.0, "train", kernels)
+        done = closed_form.kernel_work(config, piece, WHOLE, 4096.0, "train", kernels)
         length = config.data.seq_len
         seen = (length + min(512, length)) / 2
         assert done.flops == (6 * 2 + 3 * (4 + 3)) * 4096 * 2 * config.model.d_model * seen

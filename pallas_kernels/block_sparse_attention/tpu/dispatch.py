@@ -11,18 +11,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention.tpu import dense, gathered, resident
 from pallas_kernels.block_sparse_attention.types import Problem
 
-COSTS: Mapping[str, Mapping[str, Mapping[str, float]]] = json.loads(
+COSTS: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]] = json.loads(
     (Path(__file__).parent / "costs.json").read_text(encoding="utf-8")
 )
-"""Modelled nanoseconds of one pair, forward and backward, m = 128, 1024 lanes: by chip, path and rows a tile.
+"""Modelled nanoseconds of one pair, forward and backward, m = 128, 1024 lanes: by chip, path and rows a tile. `issue`:
+bundles alone; `time`: bundles or bytes, whichever takes longer, and what XLA moves around the kernels.
 
-Written, with the table of all schedules, by `python -m benchmarks.tpu_schedule --costs`.
+Written from the committed tables of schedules by `python -m benchmarks.tpu_schedule --costs`.
 """
 REFERENCE_WORK = 128 * 1024
 PLANS: Mapping[str, Callable[[Problem], Any]] = {
@@ -54,41 +55,56 @@ def modelled(
     problem: Problem,
     chip: str,
     plans: Mapping[str, Any],
-    costs: Mapping[str, Mapping[str, float]] | None = None,
+    costs: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
 ) -> dict[str, float]:
     """Nanoseconds of one forward and backward pass by every path of `plans`: a model, for comparing them.
 
     Args:
       costs: like those of one chip in COSTS; None: its own.
     """
-    limits, costs = chips.TPUS[chip], COSTS[chip] if costs is None else costs
-
-    def divided(time: float, parts: int) -> float:
-        """Over the cores of a device: each takes whole parts."""
-        return time * -(-parts // limits.device_cores) / parts
-
-    work = problem.m * problem.heads * problem.d / REFERENCE_WORK
-    times = {}
+    times = {
+        path: nanoseconds(problem, chip, path, plan, "issue" if path == "resident" else "time", costs)
+        for path, plan in plans.items()
+    }
     if "resident" in plans:
-        layout = plans["resident"].layout
-        met = problem.met(layout.windows)
-        # Of one resource: keys and values in both passes, and their float32 gradients, read and written.
+        layout, limits = plans["resident"].layout, chips.TPUS[chip]
+        # What it moves depends on how often it meets a resource. Of one: keys and values in both passes, and their
+        # float32 gradients, read and written.
         table_bytes = problem.m * problem.heads * problem.d * (2 * 2 * problem.dtype.itemsize + 2 * 2 * 4)
-        issue = work * _pairs(costs["resident"], problem.max_pairs, problem.max_pairs / met, layout.tile)
-        time = max(issue, met * table_bytes / limits.bandwidth * 1e9)
-        times["resident"] = divided(time, layout.groups * layout.cores)
-    if "gathered" in plans:
-        rows, tile = problem.max_pairs / problem.resources, plans["gathered"].layout.tile
-        time = work * _pairs(costs["gathered"], problem.max_pairs, rows, tile)
-        times["gathered"] = divided(time, plans["gathered"].layout.groups)
-    if "dense" in plans:
-        # A token meets the chunks of its own row that are complete, half of them on average, and all experts.
-        pairs = problem.tokens * (problem.chunks_of_row / 2 + problem.experts)
-        times["dense"] = divided(work * pairs * min(costs["dense"].values()), plans["dense"].layout.groups)
+        moved = problem.met(layout.windows) * table_bytes / limits.bandwidth * 1e9
+        times["resident"] = max(times["resident"], _divided(moved, chip, layout.groups * layout.cores))
     return times
 
 
-def _pairs(costs: Mapping[str, float], pairs: int, rows: float, tile: int) -> float:
-    """With tiles of which the last one of a resource is half empty on average; at the cost of the nearest tile."""
-    cost = costs[min(costs, key=lambda known: abs(int(known) - tile))]
-    return pairs * cost * (rows + tile / 2) / max(rows, 1e-9)
+def nanoseconds(
+    problem: Problem,
+    chip: str,
+    path: str,
+    plan: Any,
+    kind: Literal["issue", "time"],
+    costs: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
+    pairs: float | None = None,
+) -> float:
+    """Modelled, of the kernels of one path: both passes, and what pads the tiles of pairs that are spread evenly.
+
+    Args:
+      costs: like those of one chip in COSTS; None: its own.
+      pairs: of all tokens; None: as many as there may be.
+    """
+    layout, known = plan.layout, (COSTS[chip] if costs is None else costs)[path]
+    pairs = problem.max_pairs if pairs is None else pairs
+    work = problem.m * problem.heads * problem.d / REFERENCE_WORK
+    if path == "dense":
+        # A token meets the chunks of its own row that are complete, half of them on average, and all experts.
+        met = problem.tokens * (problem.chunks_of_row / 2 + problem.experts)
+        return _divided(work * met * min(cost[kind] for cost in known.values()), chip, layout.groups)
+    resident = path == "resident"
+    met = problem.met(layout.windows) if resident else problem.resources
+    pairs += met * layout.tile / 2  # the last tile of a resource is half empty on average
+    cost = known[min(known, key=lambda tile: abs(int(tile) - layout.tile))][kind]
+    return _divided(work * pairs * cost, chip, layout.groups * (layout.cores if resident else 1))
+
+
+def _divided(time: float, chip: str, parts: int) -> float:
+    """Over the cores of a device: each takes whole parts."""
+    return time * -(-parts // chips.TPUS[chip].device_cores) / parts
