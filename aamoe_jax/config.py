@@ -279,7 +279,7 @@ class ModelConfig:
     """Type of activations and matrix products. Parameters are float32; so are scores, budgets and softmax
     statistics."""
     remat: Remat = "none"
-    """What backward recomputes: nothing; all but `attention`; all but that and products (`dots`); or all (`full`)."""
+    """Recomputed in backward: nothing; all but `attention`; all but attention and products (`dots`); all (`full`)."""
     kernel: Kernel | None = None
     """Implementation of the block-sparse attention; `pallas_tpu` is the fastest of the three that are named after it,
     by shape. None: the best for the device."""

@@ -103,9 +103,9 @@ class Shards:
 
 
 def _along(collective: Callable[[Array], Array], x: Array, dimension: int) -> Array:
-    """A collective of tokens along one dimension, which becomes the rows of a matrix. XLA for TPUs makes a
-    reduce-scatter of a sum that these rows are divided by; of rows of a batch with their tokens divided it sums all on
-    every device, at twice the traffic, and takes a slice. The gradient of a gather is such a sum.
+    """A collective along one dimension, which becomes the rows of a matrix. XLA for TPUs makes a reduce-scatter of a
+    sum whose rows are divided. Where the second dimension of [rows, tokens, d] is, it sums everything on every device,
+    at twice the traffic, and takes a slice. The gradient of a gather is such a sum.
     """
     x = jnp.moveaxis(x, dimension, 0)
     found = collective(x.reshape(len(x), -1))

@@ -22,13 +22,13 @@ from absl import flags
 from aamoe_jax.preflight.closed_form import routed_problem
 from benchmarks import measure
 from benchmarks.compiled_layer import config
+from benchmarks.tpu_schedule import RESULTS
 from experiments.program import command_line, plain_table, publish, start
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention.tpu import resident
 from pallas_kernels.chips import TPUS, Chip
 
 FLAGS = flags.FLAGS
-RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 
 CALIBRATION = 1.35
 """What a chip takes over what its schedule says: an assumption, from one kernel. Splash attention's forward pass was

@@ -174,7 +174,7 @@ def _read(module: Module, computation: Computation, name: str) -> int:
     read = 0
     for user in computation.instructions.values():
         for index in (i for i, operand in enumerate(user.operands) if operand == name):
-            if user.opcode in SAME or IN_PLACE in user.attributes:
+            if user.opcode in SAME or (IN_PLACE in user.attributes and index == 0):
                 read += _read(module, computation, user.name)
             elif user.opcode in PARTIAL and index == 0:
                 read += user.results[0].bytes
