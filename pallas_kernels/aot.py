@@ -161,9 +161,9 @@ def _last_words(stderr: str, status: int) -> str:
 
 def _report(chip: str, case: str, options: dict[str, Any]) -> Compiled:
     module, name = case.split(":")
-    function, arguments = getattr(importlib.import_module(module), name)(**options)
-    start = time.perf_counter()
     with chips.assume(chip) if chip in chips.ASSUMED else contextlib.nullcontext():
+        function, arguments = getattr(importlib.import_module(module), name)(**options)
+        start = time.perf_counter()
         memory: Any = compile_for(chip, function, arguments).memory_analysis()
     seconds, sizes = time.perf_counter() - start, ("argument", "output", "temp", "alias", "generated_code")
     return Compiled(seconds, *(getattr(memory, f"{name}_size_in_bytes") for name in sizes))

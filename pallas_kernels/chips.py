@@ -28,13 +28,14 @@ class Chip(NamedTuple):
     vmem: int  # bytes
     cores: int  # of a chip
     device_cores: int  # of a chip that are one device to JAX
+    matrix: int  # rows and columns of a matrix unit
 
 
 TPUS = {
-    "v5e": Chip(1.5e9, 197e12, 820e9, 128 * 2**20, 1, 1),
-    "v5p": Chip(1.75e9, 459e12 / 2, 2.46e12 / 2, 64 * 2**20, 2, 2),
-    "v6e": Chip(1.755e9, 918e12, 1.64e12, 128 * 2**20, 1, 1),
-    "tpu7x": Chip(2.2e9, 2307e12 / 2, 7.4e12 / 2, 64 * 2**20, 2, 1),
+    "v5e": Chip(1.5e9, 197e12, 820e9, 128 * 2**20, 1, 1, 128),
+    "v5p": Chip(1.75e9, 459e12 / 2, 2.46e12 / 2, 64 * 2**20, 2, 2, 128),
+    "v6e": Chip(1.755e9, 918e12, 1.64e12, 128 * 2**20, 1, 1, 256),
+    "tpu7x": Chip(2.2e9, 2307e12 / 2, 7.4e12 / 2, 64 * 2**20, 2, 1, 256),
 }
 """By the names of `pallas_kernels.aot.TOPOLOGIES`."""
 

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import Pairs, Window, block_sparse_attention
 from pallas_kernels.block_sparse_attention.tpu import compaction, phases, resident, resident_kernels
 from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
@@ -31,9 +32,11 @@ def kernel(
     It may have `vmem` bytes of fast memory; None: what `resident` counts on.
     """
     shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(dtype)
-    layout = layout_lib.choose(tokens, heads, d, rows=0.0, most_tokens=tokens, cores=cores)._replace(tile=tile)
+    layout = layout_lib.choose(
+        tokens, heads, d, rows=0.0, most_tokens=tokens, cores=cores, matrix=chips.current_chip().matrix
+    )._replace(tile=tile)
     by_tile = functools.partial(shape, dtype=F32)
-    scalars = [shape((TILES, 1, tile), kind) for kind in (INT, F32, INT)]
+    scalars = [shape((TILES + more, 1, tile), kind) for more, kind in ((2, INT), (0, F32), (0, INT))]
     tiles, bounds = (
         resident_kernels.Tiles(shape((TILES,), INT), *scalars),
         phases.Bounds(*[shape((layout.cores,), INT)] * 4),

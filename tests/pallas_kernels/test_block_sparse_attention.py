@@ -12,9 +12,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import BlockSizes, block_sparse_attention, interface, operation
-from pallas_kernels.block_sparse_attention.tpu import resident
+from pallas_kernels.block_sparse_attention.tpu import resident, resident_kernels
 from pallas_kernels.block_sparse_attention.tpu.layout import Layout
-from pallas_kernels.tpu import BOUNDS_CHECKS
+from pallas_kernels.block_sparse_attention.tpu.slots import token
+from pallas_kernels.tpu import BOUNDS_CHECKS, ROWS
 from tests.pallas_kernels.base import (
     BlockSparseAttentionTest,
     TpuAttentionTest,
@@ -84,6 +85,18 @@ class TestPallasTpuResident(TpuAttentionTest):
             actual, expected = (evaluate(unknown, static, name), evaluate(hidden, static, "reference"))
         jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "windows"), actual, expected)
 
+    @pytest.mark.parametrize(("chip", "pairs", "columns"), [("v5e", 256, 128), ("v6e", 512, 256)])
+    def test_tiles_that_fill_the_matrix_units_twice(self, chip, pairs, columns):
+        inputs, static = random_inputs(Shape(tokens=144, m=8, num_context=18, experts=1, heads=3, d=64, count=4))
+        sizes = static._replace(block_sizes=BlockSizes(pairs=pairs))
+        with chips.assume(chip):
+            assert (
+                resident.plan(problem_of(inputs, static)._replace(block_sizes=sizes.block_sizes)).layout.columns
+                == columns
+            )
+            actual = evaluate(inputs, sizes, self.implementation)
+        jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, chip), actual, evaluate(inputs, static, "reference"))
+
     @pytest.mark.parametrize(("size", "experts"), [(40, 2), (40, 0), (16, 3)])
     def test_windows_of_several_rows_and_of_parts_of_one(self, size, experts):
         """A window numbers the chunks of its rows alone; the empty tile is none of them, where there is no expert."""
@@ -104,11 +117,29 @@ class TestPallasTpuResident(TpuAttentionTest):
         monkeypatch.setitem(interface.PLANS, "few", (lambda p: resident.Path(p, layout), operation.XLA_WINDOW))
         compiled = lambda kernel, *arrays, **options: kernel(*arrays, **options, interpret=False)  # noqa: E731
         monkeypatch.setattr(resident, "compiled_or_interpreted", compiled)
+        monkeypatch.setattr(resident_kernels, "token", lambda slots, row, interpret: token(slots, row, interpret=True))
         simulated = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)
         with pltpu.force_tpu_interpret_mode(simulated):
             actual = jax.block_until_ready(jax.jit(lambda x: evaluate(x, static, "few"))(inputs))
         assert "RACE DETECTED" not in capfd.readouterr().out
         jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "simulated"), actual, evaluate(inputs, static, "reference"))
+
+    @pytest.mark.parametrize("size", [1, 8, 16])
+    def test_a_token_is_where_it_is_in_an_interpreter(self, size):
+        """Compiled code takes it from another shape of its window, which interpreters can read at least."""
+        shape = (24, 128) if size == 1 else (24, size, 128)
+        slots = jnp.arange(24 * size * 128.0).reshape(shape)
+
+        def kernel(row, slots, compiled, interpreted):
+            compiled[...] = token(slots, row[0], interpret=False)[...].reshape(size, 128)
+            interpreted[...] = token(slots, row[0], interpret=True)[...].reshape(size, 128)
+
+        memory = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.VMEM)
+        result = [jax.ShapeDtypeStruct((size, 128), jnp.float32)] * 2
+        for number in (0, 13, 23):
+            call = pl.pallas_call(kernel, result, in_specs=memory, interpret=True)
+            for found in call(jnp.array([number * ROWS]), slots):
+                np.testing.assert_array_equal(found, slots[number].reshape(size, 128))
 
     def test_a_window_without_context_or_without_experts_is_written(self, monkeypatch):
         """Windows of 16 tokens: one meets experts alone, one context alone, one nothing. What nobody writes is NaN."""
@@ -133,8 +164,9 @@ class TestPallasTpuResident(TpuAttentionTest):
         unknown = jnp.arange(48 * 3).reshape(48, 3) % 5 == 1
         pairs = inputs.pairs._replace(resource=jnp.where(unknown, len(inputs.key), inputs.pairs.resource))
         places, tiles, _ = path.tables(pairs)
-        n, row = np.nonzero(np.asarray(tiles.row)[:, 0] < 16)
-        token = np.asarray(tiles.row)[n, 0, row] + np.asarray(places.resource)[n] // len(inputs.key) * 16
+        slot = np.asarray(tiles.row)[1:-1, 0] // ROWS
+        n, row = np.nonzero(slot < 16)
+        token = slot[n, row] + np.asarray(places.resource)[n] // len(inputs.key) * 16
         is_slot = np.asarray(pairs.resource)[token] == np.asarray(tiles.resource)[n, None]
         assert np.all(is_slot.sum(1) == 1)
         np.testing.assert_array_equal(np.sort(3 * token + is_slot.argmax(1)), np.flatnonzero(~np.asarray(unknown)))
@@ -146,7 +178,7 @@ class TestPallasTpuResident(TpuAttentionTest):
         tiles = path.tables(inputs.pairs).tiles
         assert tiles.resource.min() >= 0
         assert tiles.resource.max() < 12
-        assert not np.any(np.asarray(tiles.row)[-1] < 40)
+        assert not np.any(np.asarray(tiles.row)[[0, -2, -1]] < 40 * ROWS)
 
     def test_keys_that_fast_memory_cannot_hold_are_refused(self):
         inputs, static = random_inputs(Shape())

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.block_sparse_attention.tpu.layout import Layout
+from pallas_kernels.block_sparse_attention.tpu.phases import pitch
 from pallas_kernels.tpu import F32, LANES, ROWS
-
-COLUMNS = 256  # tokens whose scores are worked on together: their registers do not spill
 
 
 def staggered(jobs: Sequence, *stages: Callable[[Any, Any], Any], between: Callable[[int, int], None]) -> list:
@@ -31,7 +30,7 @@ def staggered(jobs: Sequence, *stages: Callable[[Any, Any], Any], between: Calla
 
 def later(job, state):
     """A stage in which nothing is done: the product before it has the time of one more job. Where there are registers
-    for the scores of two jobs: not with COLUMNS tokens a job."""
+    for the scores of two jobs: not with 256 tokens a job."""
     return state
 
 
@@ -45,18 +44,17 @@ class Job(NamedTuple):
 
     @classmethod
     def all_of(cls, layout: Layout) -> list["Job"]:
-        """All tokens and heads of a tile: heads that share a row are neighbours."""
-        firsts = range(0, layout.tile, min(COLUMNS, layout.tile))
+        """All tokens and heads of a tile: heads that share a row are neighbours, and then tokens that share a head."""
         return [
             cls(unit, position, head, first)
-            for first in firsts
             for unit, heads in enumerate(layout.units)
+            for first in range(0, layout.tile, layout.columns)
             for position, head in enumerate(heads)
         ]
 
     def columns(self, layout: Layout) -> slice:
         """Its tokens."""
-        return slice(self.first, self.first + min(COLUMNS, layout.tile))
+        return slice(self.first, self.first + layout.columns)
 
     def lanes(self, layout: Layout) -> slice:
         """The lanes of the whole unit in keys and values: other heads' are masked in the queries."""
@@ -66,9 +64,9 @@ class Job(NamedTuple):
 
 def load(ref, job: Job, layout: Layout, row: int = 0, size: int = ROWS):
     """The lanes of the job's unit of its tokens, (tokens, 128 or d)."""
-    n, tokens = layout.rows_a_unit, min(COLUMNS, layout.tile)
-    first = job.first * size + row + job.unit * n
-    parts = [ref[pl.ds(first + j, tokens, stride=size), :] for j in range(n)]
+    n = layout.rows_a_unit
+    first = job.first * pitch(size) + row + job.unit * n
+    parts = [ref[pl.ds(first + j, layout.columns, stride=pitch(size)), :] for j in range(n)]
     return parts[0] if n == 1 else jnp.concatenate(parts, axis=1)
 
 
@@ -95,10 +93,10 @@ class Sums:
         if job.head != self.layout.units[job.unit][-1]:
             self.partial[key] = x
             return
-        first = job.first * ROWS + job.unit * n
+        first = job.first * pitch(ROWS) + job.unit * n
         for j in range(n):
             part = x[:, j * LANES : (j + 1) * LANES]
-            self.ref[pl.ds(first + j, len(x), stride=ROWS), :] = part
+            self.ref[pl.ds(first + j, len(x), stride=pitch(ROWS)), :] = part
 
 
 def by_head(jobs: Sequence[Job], values: Sequence, layout: Layout) -> list:

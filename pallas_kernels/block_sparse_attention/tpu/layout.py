@@ -31,6 +31,12 @@ class Layout(NamedTuple):
     heads: int
     d: int
     cores: int = 1  # of a device that take a window each at the same time; windows are a multiple of them
+    matrix: int = LANES  # rows and columns of a matrix unit
+
+    @property
+    def columns(self) -> int:
+        """Tokens of a tile whose scores are worked on together."""
+        return min(self.tile, self.matrix)
 
     @property
     def slots(self) -> int:
@@ -62,6 +68,7 @@ def choose(
     most_tokens: int,
     block_sizes: BlockSizes = DEFAULT,
     cores: int = 1,
+    matrix: int = LANES,
     batch: int = 1,
 ) -> Layout:
     """Groups of heads that fill a register a token; large tiles where resources have rows (on average) to fill them.
@@ -86,7 +93,7 @@ def choose(
     windows = round_up(-(-tokens // size), cores)
     block_sizes.require_multiple("pairs", LANES)
     tile = block_sizes.pairs or pairs_a_tile(rows / windows)
-    return Layout(tile, windows, size, groups, -(-heads // groups), d, cores)
+    return Layout(tile, windows, size, groups, -(-heads // groups), d, cores, matrix)
 
 
 def to_rows(x: Shaped[Array, "T H d"], layout: Layout) -> Shaped[Array, "L Q 128"]:

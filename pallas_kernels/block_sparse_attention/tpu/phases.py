@@ -11,13 +11,20 @@ from jaxtyping import Array, Int
 from pallas_kernels.tpu import ROWS
 
 BATCH = 8  # tokens whose sums are read before the first is written: rows of a tile are different tokens
+NEIGHBOURS = 3  # tiles whose addresses a step sees: the one before, its own, the next
 BETWEEN = 4  # the same, between the products of another tile: more would be moved in the products' way
 UNROLL = 32  # rows in one basic block: enough to hide the latency of a load
 
 
+def pitch(size: int) -> int:
+    """From a token of a tile to the next, in rows, of which a token has `size`. Odd: 8 rows that lie a multiple of 8
+    apart take two loads or stores."""
+    return size + 1 if size % 2 == 0 else size
+
+
 def row_slice(number, size: int = ROWS):
     """The `size` rows of a token of a tile."""
-    return pl.ds(number * size if isinstance(number, int) else pl.multiple_of(number * size, size), size)
+    return pl.ds(number * pitch(size), size)
 
 
 Body = Callable[[Sequence, Any], None]
@@ -38,7 +45,7 @@ def for_rows(row_ref, interpret: bool, body: Body) -> None:
 
 def addresses(row_ref, first, count: int) -> list:
     """Of `count` rows of a tile."""
-    view = row_ref.at[0, 0, pl.ds(first, count)]  # addresses in it cost no arithmetic
+    view = row_ref.at[pl.ds(first, count)]  # addresses in it cost no arithmetic
     return [view[j] for j in range(count)]
 
 
@@ -91,34 +98,52 @@ class Rows(NamedTuple):
     after: Any
     before: Any
 
+    @classmethod
+    def of(cls, ref) -> "Rows":
+        """From those of neighbours, (3, 1, t)."""
+        before, here, after = (ref.at[i, 0] for i in range(NEIGHBOURS))
+        return cls(here, after, before)
+
 
 class Phases(NamedTuple):
     """What is done with a tile, in one of two buffers: its tokens are picked, attend, and are added to their sums.
 
-    `attend` calls `between(i, n)` between its products, for every i below n.
+    `attend` calls `between(i, n)` between its products, for every i below n. The first tile that meets context, or
+    experts, begins with `begin`, which is given the other buffer, and the last one ends with `end`.
     """
 
-    gather: Callable[[int], Body]
+    begin: Callable[[Any], None]
+    gather: Callable[[Any], Body]
     attend: Callable[[int, Callable[[int, int], None]], None]
-    accumulate: Callable[[int], Body]
+    accumulate: Callable[[Any], Body]
+    end: Callable[[], None]
 
 
-def in_series(rows: Rows, phases: Phases, interpret: bool) -> None:
+def in_series(step: Step, rows: Rows, phases: Phases, interpret: bool) -> None:
     """One phase of a tile after the other."""
+    pl.when(step.begins())(lambda: phases.begin(0))
     for_rows(rows.here, interpret, phases.gather(0))
     phases.attend(0, lambda i, n: None)
     for_rows(rows.here, interpret, phases.accumulate(0))
+    pl.when(step.ends())(phases.end)
 
 
-def overlapped(rows: Rows, phases: Phases, interpret: bool, step: Step) -> None:
+def overlapped(step: Step, rows: Rows, phases: Phases, interpret: bool) -> None:
     """While a tile attends, the next one is gathered into the other buffer, and the one before it accumulated.
 
     The first tile that meets context, or experts, has none before it with the same queries: it is gathered alone, and
-    what is then accumulated goes to the padding slot, see `_Blocks.rows`. The last one is accumulated alone.
+    zeros are then accumulated, which `begin` leaves in the other buffer. The last one is accumulated alone.
     """
+    parity = jax.lax.rem(step.number, 2)
+
+    @pl.when(step.begins())
+    def _():
+        phases.begin(1 - parity)
+        for_rows(rows.here, interpret, phases.gather(parity))
+
     for buffer in range(2):  # a copy of the code for each: the addresses in them are then known
 
-        @pl.when(jax.lax.rem(step.number, 2) == buffer)
+        @pl.when(parity == buffer)
         def _(buffer=buffer):
             works = (rows.after, phases.gather(1 - buffer)), (rows.before, phases.accumulate(1 - buffer))
 
@@ -131,12 +156,9 @@ def overlapped(rows: Rows, phases: Phases, interpret: bool, step: Step) -> None:
                     for row_ref, body in works:
                         body(addresses(row_ref, batch * BETWEEN, BETWEEN), batch * BETWEEN)
 
-            @pl.when(step.begins())
-            def _():
-                for_rows(rows.here, interpret, phases.gather(buffer))
-
             phases.attend(buffer, between)
 
-            @pl.when(step.ends())
-            def _():
-                for_rows(rows.here, interpret, phases.accumulate(buffer))
+    @pl.when(step.ends())
+    def _():
+        for_rows(rows.here, interpret, phases.accumulate(parity))
+        phases.end()

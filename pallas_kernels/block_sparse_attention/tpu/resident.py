@@ -21,7 +21,7 @@ from pallas_kernels.block_sparse_attention.tpu import compaction, resident_kerne
 from pallas_kernels.block_sparse_attention.tpu import layout as layout_lib
 from pallas_kernels.block_sparse_attention.tpu.lanes import from_lanes, pad_rows, to_lanes
 from pallas_kernels.block_sparse_attention.tpu.layout import GROUP, PIECE, Layout
-from pallas_kernels.block_sparse_attention.tpu.phases import Bounds
+from pallas_kernels.block_sparse_attention.tpu.phases import Bounds, pitch
 from pallas_kernels.block_sparse_attention.tpu.resident_kernels import Maximum, Tiles
 from pallas_kernels.block_sparse_attention.tpu.words import words
 from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem
@@ -65,7 +65,10 @@ class Path(NamedTuple):
         window, local = jnp.divmod(places.resource, resources)
         resource = local + jnp.where(local < chunks, self._first_chunk(window), problem.num_context - chunks)
         # The last tile, which is empty, may be of a chunk that there is not.
-        return Tables(places, Tiles(jnp.minimum(resource, problem.resources - 1), *tiles), shift)
+        resource = jnp.minimum(resource, problem.resources - 1)
+        row, *others = tiles
+        row = jnp.pad(row * ROWS, ((1, 1), (0, 0), (0, 0)), constant_values=layout.tokens * ROWS)
+        return Tables(places, Tiles(resource, row, *others), shift)
 
     def _first_chunk(self, window: Int[Array, "*N"]) -> Int[Array, "*N"]:
         """Of the row in which a window begins."""
@@ -140,7 +143,7 @@ class Path(NamedTuple):
         def window(shares, bounds):
             return self._run(resident_kernels.mass, shares, queries, stats, key, tiles, bounds)[0], None
 
-        shares = jnp.zeros_like(stats, shape=(layout.groups, len(tiles.resource), 1, layout.tile))
+        shares = jnp.zeros_like(stats, shape=(layout.groups, len(tiles.bias), 1, layout.tile))
         shares, _ = jax.lax.scan(window, shares, self._bounds(tables))
         return self._from_tiles(shares.sum(0) / self.problem.heads, tables)
 
@@ -169,7 +172,7 @@ class Path(NamedTuple):
             )
             return (tuple(d_queries), d_bias, d_key, d_value), None
 
-        d_bias = jnp.zeros_like(d_key, shape=(layout.groups, len(tiles.resource), 1, layout.tile))
+        d_bias = jnp.zeros_like(d_key, shape=(layout.groups, len(tiles.bias), 1, layout.tile))
         d_queries = unwritten(of_window, problem.dtype), unwritten(of_window, problem.dtype)
         state, _ = jax.lax.scan(window, (d_queries, d_bias, d_key, d_value), self._bounds(tables))
         d_queries, d_bias, d_key, d_value = state
@@ -180,7 +183,7 @@ class Path(NamedTuple):
 
     def _from_tiles(self, x: Float[Array, "N 1 t"], tables: Tables) -> Float[Array, "T K"]:
         """0 where a slot has no pair."""
-        found = compaction.from_tiles(x, tables.tiles.row, tables.places, self._resources, self.layout)
+        found = compaction.from_tiles(x, tables.tiles.row[1:-1] // ROWS, tables.places, self._resources, self.layout)
         return found[: self.problem.tokens, : self.problem.slots]
 
     def _bounds(self, tables: Tables) -> Bounds:
@@ -205,7 +208,8 @@ def plan(problem: Problem, vmem: int | None = None) -> Path:
     chip = chips.current_chip()
     vmem = chip.vmem if vmem is None else vmem
     shape = problem.tokens, problem.heads, problem.d, problem.max_pairs / problem.resources
-    choose = functools.partial(layout_lib.choose, *shape, block_sizes=problem.block_sizes, cores=chip.device_cores)
+    of_chip = {"cores": chip.device_cores, "matrix": chip.matrix}
+    choose = functools.partial(layout_lib.choose, *shape, block_sizes=problem.block_sizes, **of_chip)
     layout = choose(most_tokens=max(problem.tokens, 1))
     itemsize = problem.dtype.itemsize
     fixed = vmem_bytes(layout._replace(tokens=0), problem.m, itemsize)
@@ -236,13 +240,14 @@ def vmem_bytes(layout: Layout, m: int, itemsize: int) -> int:
     Beside the arrays the compiler wants room for scores and spilled registers: with keys of 64 to 512 rows, 0.1 to 3.7
     MiB in bfloat16 and 0.9 to 8.1 MiB in float32, where a product takes its arguments apart.
     """
-    token, stats = GROUP * 4, LANES * 4
-    packed = token if itemsize == 2 else 2 * token
+    stats, packed = LANES * 4, ROWS if itemsize == 2 else 2 * ROWS
+    of_window, of_tile = ([step(size) * LANES * 4 for size in (ROWS, packed)] for step in (int, pitch))
     table = 2 * m * layout.lanes  # of one array, in two buffers
-    forward = layout.slots * (2 * token + stats) + 2 * layout.tile * (2 * token + stats) + table * 2 * itemsize
+    forward = layout.slots * (2 * of_window[0] + stats) + 2 * layout.tile * (2 * of_tile[0] + stats)
+    forward += table * 2 * itemsize
     # Gradients of keys and values come in and go out; those of queries leave in the type of the queries.
-    backward = (layout.slots + 2 * layout.tile) * (packed + token + stats) + table * (2 * itemsize + 4 * 4)
-    backward += 2 * PIECE * GROUP * itemsize
+    backward = layout.slots * (sum(of_window) + stats) + 2 * layout.tile * (sum(of_tile) + stats)
+    backward += table * (2 * itemsize + 4 * 4) + 2 * PIECE * GROUP * itemsize
     return max(forward, backward) + itemsize * (2**20 + 3 * m * layout.lanes)
 
 

@@ -24,7 +24,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.block_sparse_attention.tpu.jobs import (
-    COLUMNS,
     Job,
     Sums,
     by_head,
@@ -36,6 +35,7 @@ from pallas_kernels.block_sparse_attention.tpu.jobs import (
 )
 from pallas_kernels.block_sparse_attention.tpu.layout import PIECE, TOTAL, Layout
 from pallas_kernels.block_sparse_attention.tpu.phases import (
+    NEIGHBOURS,
     Bounds,
     Phases,
     Rows,
@@ -43,6 +43,7 @@ from pallas_kernels.block_sparse_attention.tpu.phases import (
     for_rows,
     in_series,
     overlapped,
+    pitch,
     row_slice,
 )
 from pallas_kernels.block_sparse_attention.tpu.slots import (
@@ -51,6 +52,7 @@ from pallas_kernels.block_sparse_attention.tpu.slots import (
     clear_tokens,
     load_kind,
     scale_heads,
+    token,
 )
 from pallas_kernels.tpu import F32, LANES, LOG2_E, ROWS, call, dot
 
@@ -64,13 +66,15 @@ class Tiles(NamedTuple):
     """What the kernels read of every tile. Padding rows: the first slot of padding, bias -inf."""
 
     resource: Int[Array, "N"]
-    row: Int[Array, "N 1 t"]  # the token's slot in its window
+    row: Int[
+        Array, "N2 1 t"
+    ]  # an empty tile, the N, and another empty one; where the token's slot begins in its window: its number times ROWS
     bias: Float[Array, "N 1 t"]
     visible: Int[Array, "N 1 t"]
 
 
 def _forward_kernel(
-    step, resource, here, after, before, bias_ref, visible_ref,
+    step, resource, rows, bias_ref, visible_ref,
     output_in, stats_in, start_in, key_ref, value_ref, queries_in,
     output_out, stats_out,
     query_ref, sum_ref, stats_ref,  # scratch: the window's tokens
@@ -81,22 +85,25 @@ def _forward_kernel(
     del resource, output_in
     running, memory = maximum == "running", Memory.here(step, start_in, layout, copied)
     scale_sums = functools.partial(scale_heads, sum_ref, stats_ref, layout=layout, interpret=interpret)
-
-    @pl.when(step.number == 0)
-    def _():
-        clear(layout, query_ref, sum_ref, stats_ref)
-        memory.load((memory.rows(start_in), sum_ref), (memory.stats(stats_in), stats_ref))
-        scale_sums(TOTAL)
-
-    load_kind(memory, queries_in, query_ref)
     query = _query(step.kind(), key_ref.dtype, layout)
+
+    def begin(before):
+        @pl.when(step.number == 0)
+        def _():
+            clear(layout, query_ref, sum_ref, stats_ref)
+            memory.load((memory.rows(start_in), sum_ref), (memory.stats(stats_in), stats_ref))
+            scale_sums(TOTAL)
+
+        load_kind(memory, queries_in, query_ref)
+        if not running:
+            outputs[before], stats[before] = (jnp.zeros(x.shape[1:], F32) for x in (outputs, stats))
 
     def gather(buffer):
         def body(rows, first):
             for j, row in enumerate(rows):
-                queries[buffer, row_slice(first + j), :] = query_ref[row]
+                queries[buffer, row_slice(first + j), :] = token(query_ref, row, interpret)[...]
                 if running:
-                    stats[buffer, pl.ds(first + j, 1), :] = stats_ref[pl.ds(row, 1), :]
+                    stats[buffer, pl.ds(first + j, 1), :] = token(stats_ref, row, interpret)[...]
 
         return body
 
@@ -124,7 +131,7 @@ def _forward_kernel(
             sums.add(job, dot(weight, value_ref[0, :, job.lanes(layout)], (0, 0)))
             return total, other
 
-        products = (score, later) if layout.tile < COLUMNS else (score,)
+        products = (score, later) if layout.columns < 2 * LANES else (score,)
         found = zip(*staggered(jobs, *products, softmax, output, between=between), strict=True)
         totals, others = (by_head(jobs, x, layout) for x in found)
         if running:
@@ -139,40 +146,38 @@ def _forward_kernel(
 
     def accumulate(buffer):
         def body(rows, first):
-            olds = [(sum_ref[row], stats_ref[pl.ds(row, 1), :]) for row in rows]
+            olds = [(token(sum_ref, row, interpret)[...], token(stats_ref, row, interpret)[...]) for row in rows]
             news = []
             for j, (old, total) in enumerate(olds):
                 mine = row_slice(first + j)
                 new, more = outputs[buffer, mine, :], stats[buffer, pl.ds(first + j, 1), :]
                 news.append((old * decays[mine, :] + new, more) if running else (old + new, total + more))
             for row, (new, total) in zip(rows, news, strict=True):
-                sum_ref[row] = new
-                stats_ref[pl.ds(row, 1), :] = total
+                token(sum_ref, row, interpret)[...] = new
+                token(stats_ref, row, interpret)[...] = total
 
         return body
 
-    rows, phases = Rows(here, after, before), Phases(gather, attend, accumulate)
-    if running:  # what a tile finds depends on the sums of the one before
-        in_series(rows, phases, interpret)
-    else:
-        overlapped(rows, phases, interpret, step)
+    def end():
+        @pl.when(step.number == step.bounds.number - 1)
+        def _():
+            scale_sums(TOTAL if running else 0, divide=True)
+            memory.store((memory.rows(output_out), sum_ref), (memory.stats(stats_out), stats_ref))
 
-    @pl.when(step.number == step.bounds.number - 1)
-    def _():
-        scale_sums(TOTAL if running else 0, divide=True)
-        memory.store((memory.rows(output_out), sum_ref), (memory.stats(stats_out), stats_ref))
+    # What a tile finds depends on a running maximum of the one before.
+    run = in_series if running else overlapped
+    run(step, rows, Phases(begin, gather, attend, accumulate, end), interpret)
 
 
 def _mass_kernel(
-    step, resource, here, after, before, bias_ref, visible_ref, shares_in, stats_in, key_ref, queries_in,
+    step, resource, rows, bias_ref, visible_ref, shares_in, stats_in, key_ref, queries_in,
     shares_ref,
     query_ref, stats_ref,  # scratch: the window's tokens
     queries, stats,  # scratch: the tile's rows
     copied,
     *, layout: Layout, scale: float, interpret: bool,
 ):  # fmt: skip
-    # `_call` gives every kernel the addresses of the neighbouring tiles. Nothing overlaps here: they are not needed.
-    del resource, after, before, shares_in
+    del resource, shares_in
     memory = Memory.here(step, queries_in[0], layout, copied)
 
     @pl.when(step.number == 0)
@@ -185,10 +190,10 @@ def _mass_kernel(
 
     def gather(rows, first):
         for j, row in enumerate(rows):
-            queries[row_slice(first + j), :] = query_ref[row]
-            stats[pl.ds(first + j, 1), :] = stats_ref[pl.ds(row, 1), :]
+            queries[row_slice(first + j), :] = token(query_ref, row, interpret)[...]
+            stats[pl.ds(first + j, 1), :] = token(stats_ref, row, interpret)[...]
 
-    for_rows(here, interpret, gather)
+    for_rows(rows.here, interpret, gather)
     seen = jax.lax.broadcasted_iota(jnp.int32, (key_ref.shape[1], layout.tile), 0) < visible_ref[0]
     lse, bias, jobs = stats[...].T, bias_ref[0], Job.all_of(layout)
 
@@ -206,7 +211,7 @@ def _mass_kernel(
 
 
 def _backward_kernel(
-    step, resource, here, after, before, bias_ref, visible_ref,
+    step, resource, rows, bias_ref, visible_ref,
     d_query_in, d_query_expert_in, d_bias_in, d_key_in, d_value_in, start_in, packed_in, packed_expert_in, stats_in,
     key_ref, value_ref,
     d_query_out, d_query_expert_out, d_bias_ref, d_key_ref, d_value_ref,
@@ -218,28 +223,30 @@ def _backward_kernel(
     del d_query_in, d_query_expert_in, d_bias_in
     dtype, memory = key_ref.dtype, Memory.here(step, packed_in, layout, copied)
 
-    @pl.when(step.number == 0)
-    def _():
-        clear(layout, packed_ref, d_query_ref, stats_ref)
-        memory.load((memory.stats(stats_in), stats_ref))
-
-    def begin(kind: int) -> None:
+    def start(kind: int) -> None:
         if kind == 0:
             memory.load((memory.rows(start_in), d_query_ref))
         else:
             clear_tokens(layout, d_query_ref, interpret)
 
-    def end(kind: int) -> None:
+    def finish(kind: int) -> None:
         memory.store_as(memory.rows((d_query_out, d_query_expert_out)[kind]), d_query_ref, leaving, scale)
 
-    @pl.when((step.number == 0) & (step.kind() == 1))  # the window meets no context
-    def _():
-        begin(0)
-        end(0)
+    def begin(before):
+        @pl.when(step.number == 0)
+        def _():
+            clear(layout, packed_ref, d_query_ref, stats_ref)
+            memory.load((memory.stats(stats_in), stats_ref))
 
-    load_kind(memory, (packed_in, packed_expert_in), packed_ref)
-    for kind in range(2):
-        pl.when(step.begins() & (step.kind() == kind))(functools.partial(begin, kind))
+        @pl.when((step.number == 0) & (step.kind() == 1))  # the window meets no context
+        def _():
+            start(0)
+            finish(0)
+
+        load_kind(memory, (packed_in, packed_expert_in), packed_ref)
+        for kind in range(2):
+            pl.when(step.kind() == kind)(functools.partial(start, kind))
+        outputs[before] = jnp.zeros(outputs.shape[1:], F32)
 
     @pl.when((step.number == 0) | (resource[step.tile] != resource[jnp.maximum(step.tile - 1, 0)]))
     def _():
@@ -249,8 +256,8 @@ def _backward_kernel(
     def gather(buffer):
         def body(rows, first):
             for j, row in enumerate(rows):
-                packed[buffer, row_slice(first + j, size), :] = packed_ref[row]
-                stats[buffer, pl.ds(first + j, 1), :] = stats_ref[pl.ds(row, 1), :]
+                packed[buffer, row_slice(first + j, size), :] = token(packed_ref, row, interpret)[...]
+                stats[buffer, pl.ds(first + j, 1), :] = token(stats_ref, row, interpret)[...]
 
         return body
 
@@ -288,22 +295,23 @@ def _backward_kernel(
 
     def accumulate(buffer):
         def body(rows, first):
-            olds = [d_query_ref[row] for row in rows]
+            olds = [token(d_query_ref, row, interpret)[...] for row in rows]
             news = [old + outputs[buffer, row_slice(first + j), :] for j, old in enumerate(olds)]
             for row, new in zip(rows, news, strict=True):
-                d_query_ref[row] = new
+                token(d_query_ref, row, interpret)[...] = new
 
         return body
 
-    overlapped(Rows(here, after, before), Phases(gather, attend, accumulate), interpret, step)
+    def end():
+        for kind in range(2):
+            pl.when(step.kind() == kind)(functools.partial(finish, kind))
 
-    for kind in range(2):
-        pl.when(step.ends() & (step.kind() == kind))(functools.partial(end, kind))
+        @pl.when((step.number == step.bounds.number - 1) & (step.kind() == 0))  # it meets no expert
+        def _():
+            start(1)
+            finish(1)
 
-    @pl.when((step.number == step.bounds.number - 1) & (step.kind() == 0))  # it meets no expert
-    def _():
-        begin(1)
-        end(1)
+    overlapped(step, rows, Phases(begin, gather, attend, accumulate, end), interpret)
 
 
 def _query(phase, dtype, layout: Layout) -> Callable[[Any, Job], Any]:
@@ -332,33 +340,26 @@ class _Blocks(NamedTuple):
     """Which part of every array a step sees; tokens are not among them, see `slots`."""
 
     layout: Layout
-    tiles: int
-
-    def step(self, first, second, bounds) -> Step:
-        """Where the tiles of a core's window are at an end, and the other's are not, the last one stays where it is."""
-        step = Step.here(first, second, bounds, self.layout.cores)
-        return step if self.layout.cores == 1 else step._replace(number=jnp.minimum(second, step.bounds.number - 1))
 
     def block(self, shape: tuple, index: Callable, **options: Any) -> pl.BlockSpec:
-        """index(step, resource): of the block that a step sees."""
-        return pl.BlockSpec(shape, lambda i, j, resource, bounds: index(self.step(i, j, bounds), resource), **options)
+        """index(step, resource): of the block that a step sees. Where the tiles of a core's window are at an end, and
+        the other's are not, the last one stays where it is."""
+
+        def of_step(i, j, resource, bounds):
+            step = Step.here(i, j, bounds, self.layout.cores)
+            if self.layout.cores > 1:
+                step = step._replace(number=jnp.minimum(j, step.bounds.number - 1))
+            return index(step, resource)
+
+        return pl.BlockSpec(shape, of_step, **options)
+
+    def rows(self) -> pl.BlockSpec:
+        """Addresses of the tile before, of this one and of the next, see `Rows`."""
+        shape = pl.Element(NEIGHBOURS), pl.Element(1), pl.Element(self.layout.tile)
+        return self.block(shape, lambda step, _: (step.tile, 0, 0), memory_space=pltpu.SMEM)
 
     def by_tile(self) -> pl.BlockSpec:
         return self.block((1, 1, self.layout.tile), lambda step, _: (step.tile, 0, 0))
-
-    def rows(self) -> Rows:
-        """Addresses of this tile, the next and the one before. Where a phase begins there is none before: the last of
-        all tiles, which is empty, stands in."""
-
-        def in_scalar_memory(which: Callable) -> pl.BlockSpec:
-            index = lambda step, _: (which(step), 0, 0)  # noqa: E731
-            return self.block((1, 1, self.layout.tile), index, memory_space=pltpu.SMEM)
-
-        return Rows(
-            in_scalar_memory(lambda step: step.tile),
-            in_scalar_memory(lambda step: step.bounds.first + jnp.minimum(step.number + 1, step.bounds.number - 1)),
-            in_scalar_memory(lambda step: jnp.where(step.begins(), self.tiles - 1, step.tile - 1)),
-        )
 
     def by_pair(self, rows: int) -> pl.BlockSpec:
         return self.block((1, 1, rows, self.layout.tile), lambda step, _: (step.group, step.tile, 0, 0))
@@ -381,17 +382,17 @@ def _call(
     the blocks `tables`, of which a window meets the share `met`; each score is worth as many `products` of d numbers.
     Where windows are divided over cores, a grid has as many steps as the longer needs."""
 
-    def run(resource, bounds, *refs):
+    def run(resource, bounds, row_ref, *refs):
         step = Step.here(pl.program_id(0), pl.program_id(1), bounds, layout.cores)
-        work = functools.partial(kernel, step, resource, *refs, layout=layout, scale=scale, interpret=interpret)
+        options = {"layout": layout, "scale": scale, "interpret": interpret}
+        work = functools.partial(kernel, step, resource, Rows.of(row_ref), *refs, **options)
         work() if layout.cores == 1 else pl.when(step.number < step.bounds.number)(work)
 
-    blocks = _Blocks(layout, len(tiles.resource))
-    of_tiles = [(spec, tiles.row) for spec in blocks.rows()]
-    of_tiles += [(blocks.by_tile(), x) for x in (tiles.bias, tiles.visible)]
+    blocks = _Blocks(layout)
+    of_tiles = [(blocks.rows(), tiles.row), *((blocks.by_tile(), x) for x in (tiles.bias, tiles.visible))]
     # These windows' share of as many tiles as there may be: how many there are is known at run time only.
     keys, calls = next(x.shape[1] for block, x in arrays if block is tables[0]), layout.windows // layout.cores
-    scores = tiles.row.size * keys * layout.groups * layout.heads // calls
+    scores = tiles.bias.size * keys * layout.groups * layout.heads // calls
     moved = [(None, tiles), *arrays[unread:], *results]
     kept, others = (_bytes([x for block, x in moved if (block in tables) == which]) for which in (True, False))
     return call(
@@ -437,10 +438,10 @@ def forward(
       output: what windows before have written; other tokens' is kept as it is.
       queries: in float32, those of the context and those of experts; or one array of words with halves of both.
     """
-    table, running = _Blocks(layout, len(tiles.resource)).table(key.shape[1]), maximum == "running"
+    running, kind = maximum == "running", queries[0].dtype
+    table = _Blocks(layout).table(key.shape[1])
     arrays = [*((ANYWHERE, x) for x in (output, stats, start)), (table, key), (table, value), _everywhere(queries)]
-    kind = queries[0].dtype
-    buffers, decays = (1, layout.tile * ROWS) if running else (2, ROWS)
+    buffers, decays = (1, layout.tile * pitch(ROWS)) if running else (2, ROWS)
     scratch = [_slots(layout, ROWS, kind), _slots(layout, ROWS), _slots(layout)]
     scratch += [_rows(layout, n, x, buffers) for n, x in ((ROWS, kind), (ROWS, F32), (1, F32))]
     scratch += [((decays, LANES), F32)]
@@ -467,7 +468,7 @@ def mass(
       queries: as in `forward`.
       stats: the log-sum-exp of all keys of a token.
     """
-    blocks, kind = _Blocks(layout, len(tiles.resource)), queries[0].dtype
+    blocks, kind = _Blocks(layout), queries[0].dtype
     table = blocks.table(key.shape[1])
     arrays = [(ANYWHERE, shares), (ANYWHERE, stats), (table, key), _everywhere(queries)]
     scratch = [_slots(layout, ROWS, kind), _slots(layout), _rows(layout, ROWS, kind), _rows(layout)]
@@ -503,9 +504,8 @@ def backward(
     Returns:
       The first five, changed.
     """
-    blocks = _Blocks(layout, len(tiles.resource))
+    blocks, size, kind = _Blocks(layout), packed[0].shape[1] // layout.groups, packed[0].dtype
     table, gradient = blocks.table(key.shape[1]), blocks.gradient(key.shape[1])
-    size, kind = packed[0].shape[1] // layout.groups, packed[0].dtype
     arrays = [*((ANYWHERE, x) for x in (*d_queries, d_bias)), (gradient, d_key), (gradient, d_value)]
     results = [*arrays[:2], (blocks.by_pair(1), d_bias), *arrays[3:]]
     arrays += [*((ANYWHERE, x) for x in (start, *packed, stats)), (table, key), (table, value)]
@@ -532,5 +532,5 @@ def _slots(layout: Layout, rows: int | None = None, dtype: Any = F32) -> tuple:
 
 def _rows(layout: Layout, rows: int = 1, dtype: Any = F32, buffers: int | None = None) -> tuple:
     """Scratch for the tokens of a tile."""
-    shape = layout.tile * rows, LANES
+    shape = layout.tile * pitch(rows), LANES
     return shape if buffers is None else (buffers, *shape), dtype

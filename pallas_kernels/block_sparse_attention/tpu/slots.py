@@ -98,6 +98,18 @@ class Memory(NamedTuple):
             jax.lax.fori_loop(0, self._pieces(self._piece), functools.partial(several, what=what), 0)
 
 
+def token(slots, row, interpret: bool):
+    """The rows of one token; `row` is its number times ROWS, so that most addresses take no arithmetic."""
+    number = jax.lax.shift_right_logical(row, ROWS.bit_length() - 1)
+    if len(slots.shape) == 2:
+        return slots.at[pl.ds(number, 1)]
+    if interpret:  # interpreters cannot write through another shape
+        return slots.at[number]
+    size = slots.shape[1]
+    first = pl.multiple_of(row * (size // ROWS), size)
+    return slots.reshape(slots.shape[0] * size, LANES).at[pl.ds(first, size)]
+
+
 def clear(layout: Layout, *slots) -> None:
     """What padding rows of tiles read is masked, but must be a number."""
     for ref in slots:
