@@ -64,11 +64,10 @@ class Path(NamedTuple):
         tiles = compaction.to_tiles(bias - shift, pairs.visible, places, resources, layout)
         window, local = jnp.divmod(places.resource, resources)
         resource = local + jnp.where(local < chunks, self._first_chunk(window), problem.num_context - chunks)
-        # The last tile, which is empty, may be of a chunk that there is not.
-        resource = jnp.minimum(resource, problem.resources - 1)
         row, *others = tiles
         row = jnp.pad(row * ROWS, ((1, 1), (0, 0), (0, 0)), constant_values=layout.tokens * ROWS)
-        return Tables(places, Tiles(resource, row, *others), shift)
+        # The last tile, which is empty, may be of a chunk that there is not.
+        return Tables(places, Tiles(jnp.minimum(resource, problem.resources - 1), row, *others), shift)
 
     def _first_chunk(self, window: Int[Array, "*N"]) -> Int[Array, "*N"]:
         """Of the row in which a window begins."""
@@ -240,13 +239,11 @@ def vmem_bytes(layout: Layout, m: int, itemsize: int) -> int:
     Beside the arrays the compiler wants room for scores and spilled registers: with keys of 64 to 512 rows, 0.1 to 3.7
     MiB in bfloat16 and 0.9 to 8.1 MiB in float32, where a product takes its arguments apart.
     """
-    stats, packed = LANES * 4, ROWS if itemsize == 2 else 2 * ROWS
-    of_window, of_tile = ([step(size) * LANES * 4 for size in (ROWS, packed)] for step in (int, pitch))
+    row, packed = LANES * 4, ROWS if itemsize == 2 else 2 * ROWS
     table = 2 * m * layout.lanes  # of one array, in two buffers
-    forward = layout.slots * (2 * of_window[0] + stats) + 2 * layout.tile * (2 * of_tile[0] + stats)
-    forward += table * 2 * itemsize
+    forward = row * (layout.slots * (2 * ROWS + 1) + 2 * layout.tile * (2 * pitch(ROWS) + 1)) + table * 2 * itemsize
     # Gradients of keys and values come in and go out; those of queries leave in the type of the queries.
-    backward = layout.slots * (sum(of_window) + stats) + 2 * layout.tile * (sum(of_tile) + stats)
+    backward = row * (layout.slots * (packed + ROWS + 1) + 2 * layout.tile * (pitch(packed) + pitch(ROWS) + 1))
     backward += table * (2 * itemsize + 4 * 4) + 2 * PIECE * GROUP * itemsize
     return max(forward, backward) + itemsize * (2**20 + 3 * m * layout.lanes)
 

@@ -66,9 +66,7 @@ class Tiles(NamedTuple):
     """What the kernels read of every tile. Padding rows: the first slot of padding, bias -inf."""
 
     resource: Int[Array, "N"]
-    row: Int[
-        Array, "N2 1 t"
-    ]  # an empty tile, the N, and another empty one; where the token's slot begins in its window: its number times ROWS
+    row: Int[Array, "N2 1 t"]  # the token's slot in its window, times ROWS; with an empty tile more at either end
     bias: Float[Array, "N 1 t"]
     visible: Int[Array, "N 1 t"]
 
