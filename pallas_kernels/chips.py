@@ -5,7 +5,7 @@ Peak FLOP/s are those of the vendors' data sheets: Google Cloud's pages on v4, v
 NVIDIA's on A100, H100 SXM and H200 (312, 989 and 989 dense). HBM bytes/s and VMEM are those of
 `jax/_src/pallas/mosaic/tpu_info.py` (jax 0.10.2), a chip's shared by its cores. Clocks: v5e and v5p, the published peak
 over the 4 x 128 x 128 multiply-adds of a cycle; v6e and tpu7x, taken over from others' notes and not checked. A bundle
-a cycle is the most that a core issues.
+a cycle is the most that a core issues. Sizes of matrix units are those of `tpu_info.py` too.
 """
 
 from __future__ import annotations

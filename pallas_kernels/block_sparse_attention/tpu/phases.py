@@ -11,8 +11,8 @@ from jaxtyping import Array, Int
 from pallas_kernels.tpu import ROWS
 
 BATCH = 8  # tokens whose sums are read before the first is written: rows of a tile are different tokens
-NEIGHBOURS = 3  # tiles whose addresses a step sees: the one before, its own, the next
 BETWEEN = 4  # the same, between the products of another tile: more would be moved in the products' way
+NEIGHBOURS = 3  # tiles whose addresses a step sees: the one before, its own, the next
 UNROLL = 32  # rows in one basic block: enough to hide the latency of a load
 
 
@@ -92,7 +92,11 @@ class Step(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Addresses of the tokens of a tile, of the next one and of the one before."""
+    """Addresses of the tokens of a tile, of the next one and of the one before.
+
+    At either end of a window the neighbour is another window's. Its addresses are slots of this one too: what is
+    gathered there is not used, and what is accumulated is zeros.
+    """
 
     here: Any
     after: Any
