@@ -39,7 +39,7 @@ LAYERS = {"aamoe": ("aamoe",), "dense": ("attention", "feed_forward")}
 KERNELS = ("block_sparse_attention", "gathered_", "dense_attention", "splash")
 """What a `pallas_call` of attention is named like: left out."""
 OTHER_KERNELS = {"local_window": "window", "selection": "selection", "choice": "router"}
-OTHER_KERNELS |= {"norm_rotary": "projections", "token_words": "tables"}
+OTHER_KERNELS |= {"norm_rotary": "projections", "token_": "tables"}
 """The parts of those that count."""
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "opt-barrier"}
 """Operations that take no time."""

@@ -121,19 +121,37 @@ def test_rotary_tables_are_computed_once_where_layers_are_unrolled(monkeypatch):
 @pytest.mark.parametrize("remat", ["dots", "attention"])
 def test_no_kernel_runs_twice_where_what_attention_gives_is_kept(remat):
     """In a step as a TPU gets it: sparse and dense attention, tables and selection."""
-    config = model_config(remat=remat, pattern=("attention", "aamoe"), dtype="bfloat16", kernel="pallas_tpu_resident")
+    with chips.assume("v5e"):
+        step = gradient_of_wide_heads(remat=remat, pattern=("attention", "aamoe"))
+        program = step.lower(lowering_platforms=("tpu",)).as_text()
+    kernels = collections.Counter(re.findall(r'kernel_name = "(\w+)"', program))
+    assert kernels.pop("token_words") == 1 + 1  # both kinds of query; and each with the gradient of the output
+    # Made again, as XLA would make a cast again: one pass over what is kept.
+    assert kernels.pop("token_rounded") == 2
+    assert kernels.pop("norm_rotary_forward") == 2 * kernels.pop("norm_rotary_backward")
+    assert set(kernels.values()) == {1}
+    forward = "selection", "tiles_of_slots", "block_sparse_attention_forward", "splash_mha_fwd_segmented_residuals"
+    assert {*forward, "local_window_forward", "token_dots"} <= set(kernels)
+
+
+@pytest.mark.parametrize("bias", ["log_prob", "none"])
+def test_a_router_without_gradients_has_no_backward_pass(bias):
+    with chips.assume("v5e"):
+        program = str(gradient_of_wide_heads(num_layers=1, router="pooled", bias=bias).jaxpr)
+    assert "name=choice_forward" in program
+    assert ("name=choice_backward" in program) == (bias == "log_prob")
+
+
+def gradient_of_wide_heads(**options):
+    """Of the logits, traced: heads as wide as a register, which kernels for TPUs are made for."""
+    wide = {"d_model": 1024, "num_heads": 8, "dtype": "bfloat16", "kernel": "pallas_tpu_resident"}
+    config = model_config(**wide, **options)
+    params = jax.eval_shape(lambda: split(LanguageModel(config, rngs=nnx.Rngs(0)))[1])
 
     def loss(params, tokens):
         return jax.nn.logsumexp(merge(structure(config), params)(tokens)[0], axis=-1).sum()
 
-    with chips.assume("v5e"):
-        step = jax.jit(jax.grad(loss)).trace(params_of(config), tokens_of(1, 128))
-        program = step.lower(lowering_platforms=("tpu",)).as_text()
-    kernels = collections.Counter(re.findall(r'kernel_name = "(\w+)"', program))
-    assert kernels.pop("token_words") == 1 + 2  # both kinds of query; and each with the gradient of the output
-    assert set(kernels.values()) == {1}
-    forward = "selection", "tiles_of_slots", "block_sparse_attention_forward", "splash_mha_fwd_segmented_residuals"
-    assert set(forward) <= set(kernels)
+    return jax.jit(jax.grad(loss)).trace(params, tokens_of(1, 128))
 
 
 def test_every_layer_has_its_own_budget():

@@ -87,7 +87,7 @@ class AAMoELayer(AAMoECosts):
         layer = self.config.aamoe
         heads = self.project(h, context)  # eq 5, 6, 9
         own, chunks = available_chunks(layer, context)
-        scores = self.router.scores(h, heads, chunks, context)  # eq 4
+        scores, heads = self.router.scores(h, heads, chunks, context)  # eq 4
         own, chunks = (context.move(x, "attending", "here") for x in (own, chunks))
         candidates = allocation.candidates(layer, scores, own, chunks, context)
         signal, limit = self.budget_signal(h, context), self.allocator.limit(candidates)

@@ -39,8 +39,11 @@ class PooledRouter(nnx.Module):
         self.config = config
         self.precision = config.aamoe.router_precision
 
-    def scores(self, h: Float[Array, "b n d"], heads: Heads, chunks: Bool[Array, "b s l"], context: Context) -> Scores:
-        """Scores of whole rows.
+    def scores(
+        self, h: Float[Array, "b n d"], heads: Heads, chunks: Bool[Array, "b s l"], context: Context
+    ) -> tuple[Scores, Heads]:
+        """Scores of whole rows; and the heads that attention is to read: the router's backward pass adds its gradients
+        of queries to attention's.
 
         Args:
           chunks: which chunks the tokens that attend together can be given.
@@ -49,7 +52,7 @@ class PooledRouter(nnx.Module):
         keys = pool(heads.key.reshape(len(h), -1, layer.chunk_size, *heads.key.shape[2:]), layer.pool_size)
         expert_keys = shards.gather(self.expert_keys(heads.expert_key), RESOURCE, 0)
 
-        found = attention_shares(
+        found, rotated_query, query = attention_shares(
             heads.rotated_query,
             heads.query,
             shards.gather(keys, RESOURCE),
@@ -57,7 +60,9 @@ class PooledRouter(nnx.Module):
             chunks,
             precision=self.precision,
         )
-        return *log_choice(found, chunks.shape[2], shards), jnp.zeros(h.shape[:2])
+        if layer.bias == "log_prob":  # else no gradient comes here, and there is nothing to add
+            heads = heads._replace(query=query, rotated_query=rotated_query)
+        return (*log_choice(found, chunks.shape[2], shards), jnp.zeros(h.shape[:2])), heads
 
     def page_keys(self, heads: Heads, context: Context) -> Float[Array, "b pooled H k"]:
         """What the chunks of a prompt are scored by."""

@@ -65,8 +65,10 @@ class LearnedRouter(nnx.Module):
         self.convolution = CausalConvolution(width) if config.aamoe.router_input == "causal_conv" else None
         self.rotary = config.aamoe.router == "learned"
 
-    def scores(self, h: Float[Array, "b n d"], heads: Heads, chunks: Bool[Array, "b s l"], context: Context) -> Scores:
-        """Scores of whole rows.
+    def scores(
+        self, h: Float[Array, "b n d"], heads: Heads, chunks: Bool[Array, "b s l"], context: Context
+    ) -> tuple[Scores, Heads]:
+        """Scores of whole rows; and the heads, for attention.
 
         Args:
           chunks: which chunks the tokens that attend together can be given.
@@ -79,7 +81,7 @@ class LearnedRouter(nnx.Module):
             h = context.move(attending, "attending", "here")
         query, experts, local = self.project(h, rotary.tokens, shards)
         keys = self.chunk_keys(shards.gather(attending[:, m - 1 :: m], RESOURCE), rotary.ends)
-        return jnp.einsum("bid,bjd->bij", query, keys, precision=self.precision), experts, local
+        return (jnp.einsum("bid,bjd->bij", query, keys, precision=self.precision), experts, local), heads
 
     def page_keys(self, heads: Heads, context: Context) -> Float[Array, "b l H k"]:
         """What the chunks of a prompt are scored by, in heads."""

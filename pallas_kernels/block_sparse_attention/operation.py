@@ -16,13 +16,27 @@ from pallas_kernels.block_sparse_attention.block_sizes import DEFAULT, BlockSize
 from pallas_kernels.block_sparse_attention.types import Cotangents, Gradients, Inputs, Pairs, Partial, Problem, Window
 from pallas_kernels.block_sparse_attention.window import window_attention, window_gradients
 from pallas_kernels.residuals import RESIDUALS
+from pallas_kernels.tpu import row_major
+
+
+def dots(output: Float[Array, "T H d"], d_output: Float[Array, "T H d"]) -> Float[Array, "T H"]:
+    """The product of every head's output with its gradient, in float32."""
+    return jnp.einsum("thd,thd->th", output, d_output, preferred_element_type=jnp.float32)
+
+
+def rounded(output: Float[Array, "T H d"], dtype: jnp.dtype) -> Float[Array, "T H d"]:
+    """The output in the type of the inputs."""
+    return output.astype(dtype)
 
 
 class LocalWindow(NamedTuple):
-    """How the local window is computed: the two functions of `window`, or others that do the same."""
+    """How the local window is computed: the two functions of `window`, or others that do the same; and what is done
+    with the output of the path that it goes with, which has a layout of its own on a TPU."""
 
     attention: Callable
     gradients: Callable
+    rounded: Callable = rounded
+    dots: Callable = dots
 
 
 XLA_WINDOW = LocalWindow(window_attention, window_gradients)
@@ -86,7 +100,7 @@ def _attend(how, inputs: Inputs, window: Window | None, tables) -> tuple[Array, 
         start = local.attention(inputs, window, path.problem.scale)
     whole, parts = path.forward(inputs, tables, start)
     whole = checkpoint_name(whole, RESIDUALS)
-    return whole.output.astype(query.dtype), whole.lse, parts, whole.output
+    return local.rounded(whole.output, query.dtype), whole.lse, parts, whole.output
 
 
 def _forward(how, inputs, window, tables):
@@ -100,8 +114,10 @@ def _backward(how, residuals, cotangents):
     pairs = inputs.pairs
     d_output, d_lse, *_ = cotangents
     some = whole.lse > -jnp.inf  # a token that attends to nothing: every gradient exactly 0, whatever its cotangents
-    d_output = jnp.where(some[..., None], d_output, 0)
-    delta = jnp.einsum("thd,thd->th", whole.output, d_output, preferred_element_type=jnp.float32)
+    # All heads of a token attend, or none. Heads in lanes: XLA for TPUs would put tokens there, and copy for kernels.
+    d_output = jnp.where(some.any(1)[:, None], d_output.reshape(len(d_output), -1), 0)
+    d_output = row_major(d_output).reshape(whole.output.shape)
+    delta = local.dots(whole.output, d_output)
     given = Cotangents(d_output, jnp.where(some, whole.lse, 0.0), jnp.where(some, delta - d_lse, 0.0))
 
     start = Gradients(*(jnp.zeros_like(x, jnp.float32) for x in (*inputs[:4], pairs.bias)))

@@ -23,7 +23,7 @@ def attention_shares(
     *,
     precision: str,
     implementation: str | None = None,
-) -> Float[Array, "b T R"]:
+) -> tuple[Float[Array, "b T R"], Float[Array, "b T H k"], Float[Array, "b T H k"]]:
     """The mean over heads of a softmax of q . k / sqrt(k) over all pooled keys, those of one resource added up.
 
     Args:
@@ -36,7 +36,9 @@ def attention_shares(
       implementation: a name in IMPLEMENTATIONS; None picks the best for the device and the shapes.
 
     Returns:
-      Float32, chunks first. The kernel keeps no scores for its backward pass, which computes them again.
+      The shares, float32, chunks first; and both queries, unchanged. Read these afterwards in place of the arguments:
+      the backward kernel then adds its gradients to theirs. The forward kernel keeps no scores; the backward pass
+      computes them again.
     """
     name = implementation
     if name is None:  # the kernels where kernels are the default and can do it
@@ -47,11 +49,12 @@ def attention_shares(
     if name == "pallas_tpu":
         return tpu.attention_shares(query, query_expert, chunk_key, expert_key, available, precision)
     scale = query.shape[-1] ** -0.5
-    query, query_expert = (scale * x.astype(jnp.float32) for x in (query, query_expert))
+    scaled, scaled_expert = (scale * x.astype(jnp.float32) for x in (query, query_expert))
     keys = chunk_key.swapaxes(1, 2).reshape(len(chunk_key), -1, *chunk_key.shape[3:])
-    of_chunks = jnp.einsum("bshk,bnhk->hbsn", query, keys, precision=precision)
-    of_experts = scores_of_experts(query_expert, expert_key, precision)
-    return attention_shares_of_scores(of_chunks, of_experts, available, chunk_key.shape[2])
+    of_chunks = jnp.einsum("bshk,bnhk->hbsn", scaled, keys, precision=precision)
+    of_experts = scores_of_experts(scaled_expert, expert_key, precision)
+    share = attention_shares_of_scores(of_chunks, of_experts, available, chunk_key.shape[2])
+    return share, query, query_expert
 
 
 def scores_of_experts(

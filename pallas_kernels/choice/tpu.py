@@ -1,7 +1,8 @@
 """P(choose) on a TPU: scores of a tile of tokens are made, divided and added up in fast memory, head by head.
 
 XLA writes g (l + E) scores of every head and token to main memory, reads them for their maximum and their sums, and
-keeps them for the backward pass. Here none leaves fast memory, and the backward pass makes them again.
+keeps them for the backward pass. Here none leaves fast memory, and the backward pass makes them again; it adds its
+gradients of the queries to those that they have from elsewhere, in place of XLA, which would take a pass for that.
 
 Scores are transposed, keys by tokens: everything per token is a row of lanes, sums over keys are sums of registers, and
 so are those over the g pooled keys of a resource, which lie in g blocks of rows.
@@ -78,7 +79,7 @@ def vmem_bytes(layout: Layout, itemsize: int, parts: int) -> int:
     """Fast memory of the backward pass, with two buffers for whatever comes and goes."""
     keys = sum(layout.kinds) * layout.lanes * (parts * itemsize + 4)  # with gradients
     resources = layout.chunks + layout.experts
-    tokens = TILE * (4 * layout.lanes * itemsize + 4 * (layout.chunks + resources))
+    tokens = TILE * (6 * layout.lanes * itemsize + 4 * (layout.chunks + resources))
     return 2 * (keys + tokens) + 4 * 4 * sum(layout.kinds) * TILE + VMEM_SLACK
 
 
@@ -89,7 +90,7 @@ def attention_shares(
     expert_key: Float[Array, "E g H k"],
     available: Bool[Array, "b T l"],
     precision: str,
-) -> Float[Array, "b T R"]:
+) -> tuple[Float[Array, "b T R"], Float[Array, "b T H k"], Float[Array, "b T H k"]]:
     """See `interface.attention_shares`.
 
     Raises:
@@ -105,17 +106,17 @@ def attention_shares(
 
 
 def _forward(precision, *arrays):
-    query, _, chunk_key, expert_key, available = arrays
+    query, query_expert, chunk_key, expert_key, available = arrays
     layout = layout_of(*query.shape[2:], *chunk_key.shape[1:3], len(expert_key))
     given = _prepared(layout, precision, *arrays)
     found = compiled_or_interpreted(_run_forward, *given, layout=layout).sum(1)
     chunks, experts = found[:, : available.shape[2]], found[:, layout.chunks : layout.chunks + layout.last]
     share = jnp.concatenate([chunks, experts], axis=1)[:, :, : query.shape[1]].swapaxes(1, 2)
-    return checkpoint_name(share, RESIDUALS), arrays
+    return (checkpoint_name(share, RESIDUALS), query, query_expert), arrays
 
 
-def _backward(precision, arrays, d_share):
-    query, _, chunk_key, expert_key, _ = arrays
+def _backward(precision, arrays, cotangents):
+    (d_share, *d_queries), (query, _, chunk_key, expert_key, _) = cotangents, arrays
     (rows, tokens, heads, d), (_, chunks, pooled, *_) = query.shape, chunk_key.shape
     layout = layout_of(heads, d, chunks, pooled, len(expert_key))
     given = _prepared(layout, precision, *arrays)
@@ -126,8 +127,10 @@ def _backward(precision, arrays, d_share):
         jnp.pad(x, ((0, 0), (0, -x.shape[1] % ROWS), (0, wide))) for x in (d_share[:, :chunks], d_share[:, chunks:])
     )
     d_share = jnp.concatenate([d_chunks, d_experts], axis=1)
-    d_query, d_query_expert, d_chunk, d_expert = compiled_or_interpreted(_run_backward, *given, d_share, layout=layout)
-    d_query, d_query_expert = (x[:, :tokens].reshape(query.shape) for x in (d_query, d_query_expert))
+    d_queries = [_lanes(x, wide) for x in d_queries]
+    found = compiled_or_interpreted(_run_backward, *given, d_share, *d_queries, layout=layout)
+    *d_queries, d_chunk, d_expert = found
+    d_query, d_query_expert = (x[:, :tokens].reshape(query.shape) for x in d_queries)
     scale = d**-0.5 * LOG2_E
     d_chunk = scale * d_chunk.reshape(rows, pooled, layout.chunks, heads, d)[:, :, :chunks].swapaxes(1, 2)
     d_expert = scale * d_expert.sum(0).reshape(pooled, layout.experts, heads, d)[:, : layout.last].swapaxes(0, 1)
@@ -141,11 +144,9 @@ _attention_shares.defvjp(_forward, _backward)
 def _prepared(layout: Layout, precision: str, query, query_expert, chunk_key, expert_key, available):
     """Queries [b, L, H k]; parts of the keys [b, g n, H k] and [g e, H k]; what scores of chunks are lowered by
     [b, n, L]."""
-    rows, tokens, heads, d = query.shape
+    _, tokens, heads, d = query.shape
     wide = round_up(tokens, TILE) - tokens
-    queries = tuple(
-        jnp.pad(x.reshape(rows, tokens, heads * d), ((0, 0), (0, wide), (0, 0))) for x in (query, query_expert)
-    )
+    queries = tuple(_lanes(x, wide) for x in (query, query_expert))
 
     def keys(x, size):
         """[..., resources, g, H, k] to rows of the first pooled keys, then of the second."""
@@ -156,6 +157,11 @@ def _prepared(layout: Layout, precision: str, query, query_expert, chunk_key, ex
     hidden = jnp.where(available, 0.0, LOWEST).swapaxes(1, 2)
     hidden = jnp.pad(hidden, ((0, 0), (0, layout.chunks - hidden.shape[1]), (0, wide)), constant_values=LOWEST)
     return queries, keys(chunk_key, layout.chunks), keys(expert_key, layout.experts), hidden
+
+
+def _lanes(x: Float[Array, "b T H k"], wide: int) -> Float[Array, "b L Hk"]:
+    """Heads side by side, and so many rows more."""
+    return jnp.pad(x.reshape(*x.shape[:2], -1), ((0, 0), (0, wide), (0, 0)))
 
 
 def _parts(x, dtype, precision: str) -> tuple:
@@ -219,7 +225,8 @@ def _forward_kernel(*refs, layout: Layout, parts: int):
 
 
 def _backward_kernel(*refs, layout: Layout, parts: int):
-    query, query_expert, *keys, hidden, d_share, d_query, d_query_expert, d_chunk, d_expert = refs
+    query, query_expert, *keys, hidden, d_share, d_query_in, d_query_expert_in = refs[: 2 * parts + 6]
+    d_query, d_query_expert, d_chunk, d_expert = refs[2 * parts + 6 :]
     chunk_keys, expert_keys = keys[:parts], keys[parts:]
 
     @pl.when(pl.program_id(2) == 0)
@@ -233,19 +240,24 @@ def _backward_kernel(*refs, layout: Layout, parts: int):
         chunks, experts, inverse = head.weights()
         mean = jnp.sum(chunks * d_chunks, axis=0, keepdims=True) + jnp.sum(experts * d_experts, axis=0, keepdims=True)
         mean = mean * inverse
-        for weights, d_kind, tokens, parts_of, d_tokens, d_keys in (
-            (head.chunks, d_chunks, query, chunk_keys, d_query, d_chunk),
-            (head.experts, d_experts, query_expert, expert_keys, d_query_expert, d_expert),
+        for weights, d_kind, tokens, parts_of, elsewhere, d_tokens, d_keys in (
+            (head.chunks, d_chunks, query, chunk_keys, d_query_in, d_query, d_chunk),
+            (head.experts, d_experts, query_expert, expert_keys, d_query_expert_in, d_query_expert, d_expert),
         ):
             d_weight = (d_kind - mean) * inverse
             d_score = jnp.concatenate([weight * d_weight for weight in weights], axis=0).astype(tokens.dtype)
             key = parts_of[0][..., head.lanes].reshape(-1, layout.d)
-            d_tokens[0, :, head.lanes] = dot(d_score, key, (0, 0)).astype(d_tokens.dtype)
+            d_token = elsewhere[0, :, head.lanes].astype(F32) + dot(d_score, key, (0, 0))
+            d_tokens[0, :, head.lanes] = d_token.astype(d_tokens.dtype)
             d_keys[0, :, head.lanes] += dot(d_score, tokens[0, :, head.lanes], (1, 0))
 
 
-def _call(kernel, name: str, given, more, results, *, layout: Layout, products: int, parallel: bool, interpret: bool):
-    """Over rows, groups of heads and tiles. `more` and `results`: (blocks, array or shape, dtype)."""
+def _call(
+    kernel, name: str, given, more, results, aliases=None,
+    *, layout: Layout, products: int, parallel: bool, interpret: bool,
+):  # fmt: skip
+    """Over rows, groups of heads and tiles. `more` and `results`: (blocks, array or shape, dtype); `aliases`: of
+    `more`, by their number, the result that is written in place of each."""
     queries, chunk_keys, expert_keys, hidden = given
     rows, length, _ = queries[0].shape
     blocks = _Blocks(layout)
@@ -263,6 +275,7 @@ def _call(kernel, name: str, given, more, results, *, layout: Layout, products: 
         arrays,
         results,
         semantics=("parallel", "parallel", "parallel" if parallel else "arbitrary"),
+        aliases={len(arrays) - len(more) + i: to for i, to in (aliases or {}).items()},
         vmem_bytes=vmem_bytes(layout, queries[0].dtype.itemsize, len(chunk_keys)),
         cost=pl.CostEstimate(
             flops=2 * (products + len(chunk_keys)) * scores * layout.d,
@@ -301,11 +314,12 @@ def _run_forward(*given, layout: Layout, interpret: bool) -> Float[Array, "b G n
 
 
 def _run_backward(*given, layout: Layout, interpret: bool) -> tuple:
-    *arrays, d_share = given
+    *arrays, d_share, d_query, d_query_expert = given
     (query, _), rows, width = arrays[0], len(arrays[0][0]), layout.groups * layout.lanes
     blocks = _Blocks(layout)
     more = [(blocks.resources(layout.chunks + layout.experts), d_share)]
+    more += [(blocks.tokens(), x) for x in (d_query, d_query_expert)]
     results = [(blocks.tokens(), query.shape, query.dtype)] * 2
     results += [(blocks.keys(number), (rows, number, width), F32) for number in layout.kinds]
     options: dict[str, Any] = {"layout": layout, "products": 2, "parallel": False, "interpret": interpret}
-    return _call(_backward_kernel, "choice_backward", arrays, more, results, **options)
+    return _call(_backward_kernel, "choice_backward", arrays, more, results, {1: 0, 2: 1}, **options)

@@ -31,7 +31,7 @@ def scores_of(router, h, positions):
     context = Context(jnp.ones_like(positions), positions, "prefix", 4.0)
     heads = h[:, :, None]  # a learned router reads h alone
     chunks = jnp.ones((*positions.shape, positions.shape[1] // M), bool)
-    return router.scores(h, Heads(h, *(heads,) * 6), chunks, context)
+    return router.scores(h, Heads(h, *(heads,) * 6), chunks, context)[0]
 
 
 def test_scores_are_eq_4():

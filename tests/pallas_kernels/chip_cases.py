@@ -51,7 +51,7 @@ def kernel(
             shape((tokens, kinds * layout.groups * ROWS, LANES), words),
             by_tile((layout.cores, *table.shape)),
         )
-        d_query = shape(rows.shape, dtype)
+        d_query = shape((tokens, layout.groups * layout_lib.GROUP), dtype)
         changed = (d_query, d_query), by_tile((layout.groups, TILES, 1, tile)), d_table, d_table
         arrays = *changed, rows, (packed, packed), stats, table, table, tiles, bounds
         return functools.partial(resident_kernels.backward, **options), arrays

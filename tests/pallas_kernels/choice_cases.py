@@ -28,7 +28,7 @@ def choice(
             return attention_shares(*arrays, available, precision=precision, implementation=implementation)
 
         found, pull_back = jax.vjp(run, query, query_expert, chunk_key, expert_key)
-        return found, pull_back(cotangent)
+        return found[0], pull_back((cotangent, *found[1:]))
 
     query = shape((rows, length, heads, d), jnp.dtype(dtype))
     keys = shape((rows, chunks, pooled, heads, d), jnp.float32), shape((experts, pooled, heads, d), jnp.float32)

@@ -1,8 +1,10 @@
-"""What the chips' compilers are given of the norm and rotary embedding of heads: both passes, and words."""
+"""What the chips' compilers are given of the norm and rotary embedding of heads, both passes; and of what path A does
+before and after its kernels."""
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.block_sparse_attention.tpu.outputs import token_dots, token_rounded
 from pallas_kernels.block_sparse_attention.tpu.words import words
 from pallas_kernels.rotary import norm_rotary
 
@@ -24,5 +26,14 @@ def heads(*, tokens: int, number: int, k: int, dtype: str = "bfloat16", rotate: 
 
 
 def pairs(*, tokens: int, width: int):
-    """Two arrays of bfloat16 as words."""
-    return words, (shape((tokens, width), jnp.bfloat16),) * 2
+    """Two arrays of bfloat16, each with a third as words."""
+    return words, (shape((tokens, width), jnp.bfloat16),) * 3
+
+
+def outputs(*, tokens: int, heads: int, d: int):
+    """An output rounded, and its products with a gradient."""
+
+    def both(output, d_output):
+        return token_rounded(output, d_output.dtype), token_dots(output, d_output)
+
+    return both, (shape((tokens, heads, d), jnp.float32), shape((tokens, heads, d), jnp.bfloat16))

@@ -20,21 +20,25 @@ def main() -> None:
     (query, query_expert, chunk_key, expert_key), available, cotangent = inputs_of(Shape(rows=2, tokens=8))
 
     def run(query, query_expert, chunk_key, available, cotangent, expert_key, implementation="pallas_tpu", axis="data"):
-        def loss(expert_key):
+        def loss(query, expert_key):
             arrays = query, query_expert, chunk_key, expert_key, available
-            share = attention_shares(*arrays, precision="highest", implementation=implementation)
-            return (share * cotangent).sum(), share
+            share, *queries = attention_shares(*arrays, precision="highest", implementation=implementation)
+            return (share * cotangent).sum() + sum(x.sum() for x in queries), share
 
-        gradient, share = jax.grad(loss, has_aux=True)(expert_key)
-        return gradient if axis is None else jax.lax.psum(gradient, axis), share
+        (of_query, gradient), share = jax.grad(loss, (0, 1), has_aux=True)(query, expert_key)
+        return gradient if axis is None else jax.lax.psum(gradient, axis), share, of_query
 
     over = functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(*[P("data")] * 5, P()), out_specs=(P(), P("data")), check_vma=False
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(*[P("data")] * 5, P()),
+        out_specs=(P(), P("data"), P("data")),
+        check_vma=False,
     )
     given = query, query_expert, chunk_key, available, cotangent, expert_key
     # The interpreter does not follow the check of varying axes; lowered for a TPU, the kernels pass it.
     checked = functools.partial(run, axis=None)
-    spread = jax.shard_map(checked, mesh=mesh, in_specs=(*[P("data")] * 5, P()), out_specs=(P(), P("data")))
+    spread = jax.shard_map(checked, mesh=mesh, in_specs=(*[P("data")] * 5, P()), out_specs=(P(), P("data"), P("data")))
     jax.jit(spread).trace(*given).lower(lowering_platforms=("tpu",))
     actual, expected = jax.jit(over(run))(*given), run(*given, implementation="xla", axis=None)
     assert len(actual[1].sharding.device_set) == 2

@@ -47,4 +47,12 @@ def test_other_shapes_compile(shape, tmp_path):
 def test_words_are_written_as_fast_as_memory_takes_them(width, tmp_path):
     aot.compile_apart("v5e", f"{CASES}:pairs", {"tokens": 1024, "width": width}, dump_to=tmp_path)
     read = schedule.read(tmp_path, "token_words")
-    assert read.cycles_a_step / chips.TPUS["v5e"].clock < 128 * width * 8 / chips.TPUS["v5e"].bandwidth
+    assert read.cycles_a_step / chips.TPUS["v5e"].clock < 128 * width * 14 / chips.TPUS["v5e"].bandwidth
+
+
+@pytest.mark.parametrize("chip", ["v5e", "tpu7x"])
+@pytest.mark.parametrize("sizes", [{"tokens": 24, "heads": 8, "d": 128}, {"tokens": 300, "heads": 8, "d": 256}])
+def test_outputs_of_few_tokens_and_of_tiles_that_are_not_full_compile(chip, sizes, tmp_path):
+    aot.compile_apart(chip, f"{CASES}:outputs", sizes, dump_to=tmp_path)
+    for kernel in ("token_rounded", "token_dots"):
+        assert schedule.read(tmp_path, kernel).bundles > 0

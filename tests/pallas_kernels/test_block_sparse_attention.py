@@ -13,8 +13,9 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import BlockSizes, block_sparse_attention, interface, operation
 from pallas_kernels.block_sparse_attention.tpu import resident, resident_kernels
+from pallas_kernels.block_sparse_attention.tpu import slots as slots_module
 from pallas_kernels.block_sparse_attention.tpu.layout import Layout
-from pallas_kernels.block_sparse_attention.tpu.slots import token
+from pallas_kernels.block_sparse_attention.tpu.slots import row_of_tokens, token
 from pallas_kernels.tpu import BOUNDS_CHECKS, ROWS
 from tests.pallas_kernels.base import (
     BlockSparseAttentionTest,
@@ -117,7 +118,9 @@ class TestPallasTpuResident(TpuAttentionTest):
         monkeypatch.setitem(interface.PLANS, "few", (lambda p: resident.Path(p, layout), operation.XLA_WINDOW))
         compiled = lambda kernel, *arrays, **options: kernel(*arrays, **options, interpret=False)  # noqa: E731
         monkeypatch.setattr(resident, "compiled_or_interpreted", compiled)
-        monkeypatch.setattr(resident_kernels, "token", lambda slots, row, interpret: token(slots, row, interpret=True))
+        for module, function in ((resident_kernels, token), (slots_module, row_of_tokens)):
+            interpreted = lambda *arguments, function=function: function(*arguments[:-1], True)  # noqa: E731
+            monkeypatch.setattr(module, function.__name__, interpreted)
         simulated = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)
         with pltpu.force_tpu_interpret_mode(simulated):
             actual = jax.block_until_ready(jax.jit(lambda x: evaluate(x, static, "few"))(inputs))
@@ -140,6 +143,18 @@ class TestPallasTpuResident(TpuAttentionTest):
             call = pl.pallas_call(kernel, result, in_specs=memory, interpret=True)
             for found in call(jnp.array([number * ROWS]), slots):
                 np.testing.assert_array_equal(found, slots[number].reshape(size, 128))
+
+    def test_a_row_of_some_tokens_is_where_it_is_in_an_interpreter(self):
+        slots = jnp.arange(24 * 8 * 128.0).reshape(24, 8, 128)
+
+        def kernel(first, slots, compiled, interpreted):
+            compiled[...] = row_of_tokens(slots, 3, first[0], 8, False)
+            interpreted[...] = row_of_tokens(slots, 3, first[0], 8, True)
+
+        memory = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.VMEM)
+        result = [jax.ShapeDtypeStruct((8, 128), jnp.float32)] * 2
+        for found in pl.pallas_call(kernel, result, in_specs=memory, interpret=True)(jnp.array([16]), slots):
+            np.testing.assert_array_equal(found, slots[16:, 3])
 
     def test_a_window_without_context_or_without_experts_is_written(self, monkeypatch):
         """Windows of 16 tokens: one meets experts alone, one context alone, one nothing. What nobody writes is NaN."""

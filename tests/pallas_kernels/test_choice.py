@@ -62,9 +62,10 @@ def definition(arrays, available):
 
 @functools.partial(jax.jit, static_argnames=("implementation", "precision"))
 def both_passes(arrays, available, cotangent, implementation, precision="highest"):
+    """The shares, and all gradients; the queries have others from elsewhere."""
     run = lambda *arrays: attention_shares(*arrays, available, precision=precision, implementation=implementation)  # noqa: E731
-    found, pull_back = jax.vjp(run, *arrays)
-    return jnp.where(cotangent == 0, 0.0, found), pull_back(cotangent)
+    (found, *queries), pull_back = jax.vjp(run, *arrays)
+    return jnp.where(cotangent == 0, 0.0, found), pull_back((cotangent, *queries))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -81,6 +82,14 @@ def test_the_kernels_have_the_gradients_of_plain_xla(shape):
     arrays, available, cotangent = inputs_of(shape)
     found, wanted = (both_passes(arrays, available, cotangent, name)[1] for name in ("pallas_tpu", "xla"))
     jax.tree.map(lambda a, b: assert_close(a, b, 1e-5, "gradient"), found, wanted)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_who_reads_the_queries_afterwards_has_gradients_too(implementation):
+    arrays, available, cotangent = inputs_of(Shape(1, 40, 2, 128, 3, 8, 2))
+    found = both_passes(arrays, available, 0 * cotangent, implementation)[1][:2]
+    for gradient, query in zip(found, arrays[:2], strict=True):
+        np.testing.assert_array_equal(gradient, query)
 
 
 @pytest.mark.parametrize("precision", tpu.PARTS)

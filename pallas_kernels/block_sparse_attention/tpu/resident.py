@@ -150,7 +150,7 @@ class Path(NamedTuple):
         """Both kinds: in bfloat16 as halves of words."""
         both = inputs.query, inputs.query_expert
         if inputs.query.dtype == jnp.bfloat16:
-            return (_words(*both, self.layout),)
+            return _words(inputs.query_expert, inputs.query, layout=self.layout)
         return tuple(layout_lib.to_rows(x, self.layout) for x in both)
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
@@ -159,7 +159,7 @@ class Path(NamedTuple):
         layout, problem, tiles = self.layout, self.problem, tables.tiles
         cores = functools.partial(jnp.pad, pad_width=[(0, layout.cores - 1), *[(0, 0)] * 3])  # zeros for the others
         d_output, lse, delta = cotangents
-        packed = tuple(_pack(x, d_output, layout) for x in (query, query_expert))
+        packed = _pack(d_output, query, query_expert, layout=layout)
         stats = layout_lib.to_stats(lse - tables.shift, delta, layout, padding=-LOWEST)  # no weight, whatever the bias
         of_window = layout_lib.to_rows(start.query, layout)
         key, value, d_key, d_value = (to_lanes(x, layout) for x in (key, value, start.key, start.value))
@@ -172,11 +172,14 @@ class Path(NamedTuple):
             return (tuple(d_queries), d_bias, d_key, d_value), None
 
         d_bias = jnp.zeros_like(d_key, shape=(layout.groups, len(tiles.bias), 1, layout.tile))
-        d_queries = unwritten(of_window, problem.dtype), unwritten(of_window, problem.dtype)
+        in_lanes = of_window.reshape(len(of_window), -1)
+        d_queries = unwritten(in_lanes, problem.dtype), unwritten(in_lanes, problem.dtype)
         state, _ = jax.lax.scan(window, (d_queries, d_bias, d_key, d_value), self._bounds(tables))
         d_queries, d_bias, d_key, d_value = state
-        d_query, d_query_expert = (layout_lib.from_rows(x, layout, query.shape) for x in d_queries)
-        d_key, d_value = (from_lanes(x.sum(0), layout, problem.heads, problem.d) for x in (d_key, d_value))
+        d_query, d_query_expert = (from_lanes(x[: problem.tokens], layout, *query.shape[1:]) for x in d_queries)
+        # Of all cores. Not a sum over an axis: XLA would write it, and scale and round it in another pass.
+        d_key, d_value = (functools.reduce(jnp.add, x) for x in (d_key, d_value))
+        d_key, d_value = (from_lanes(x, layout, problem.heads, problem.d) for x in (d_key, d_value))
         d_key, d_value = (x.astype(problem.dtype) for x in (d_key * problem.scale, d_value))
         return Gradients(d_query, d_query_expert, d_key, d_value, self._from_tiles(d_bias.sum(0), tables))
 
@@ -248,16 +251,19 @@ def vmem_bytes(layout: Layout, m: int, itemsize: int) -> int:
     return max(forward, backward) + itemsize * (2**20 + 3 * m * layout.lanes)
 
 
-def _words(low: Float[Array, "T H d"], high: Float[Array, "T H d"], layout: Layout) -> Num[Array, "L Q 128"]:
+def _words(
+    high: Float[Array, "T H d"], *lows: Float[Array, "T H d"], layout: Layout
+) -> tuple[Num[Array, "L Q 128"], ...]:
     """Two numbers of bfloat16 in one word."""
-    lanes = (pad_rows(to_lanes(x, layout, GROUP), round_up(len(x), ROWS)) for x in (low, high))
-    return words(*lanes)
+    return words(*(pad_rows(to_lanes(x, layout, GROUP), round_up(len(x), ROWS)) for x in (high, *lows)))
 
 
-def _pack(query: Float[Array, "T H d"], d_output: Float[Array, "T H d"], layout: Layout) -> Num[Array, "L S 128"]:
-    """Query and output gradient of a token side by side: halves of a word, or a register each."""
-    if query.dtype == jnp.bfloat16:
-        return _words(query, d_output, layout)
-    q, do = (layout_lib.to_rows(x, layout) for x in (query, d_output))
-    both = jnp.stack([x.reshape(len(x), layout.groups, ROWS, LANES) for x in (q, do)], axis=2)
-    return both.reshape(len(q), -1, LANES)
+def _pack(
+    d_output: Float[Array, "T H d"], *queries: Float[Array, "T H d"], layout: Layout
+) -> tuple[Num[Array, "L S 128"], ...]:
+    """Each query of a token and its output gradient side by side: halves of a word, or a register each."""
+    if d_output.dtype == jnp.bfloat16:
+        return _words(d_output, *queries, layout=layout)
+    rows = [layout_lib.to_rows(x, layout) for x in (d_output, *queries)]
+    gradient, *others = (x.reshape(len(x), layout.groups, ROWS, LANES) for x in rows)
+    return tuple(jnp.stack([x, gradient], axis=2).reshape(len(x), -1, LANES) for x in others)

@@ -33,7 +33,7 @@ from pallas_kernels.block_sparse_attention.tpu.jobs import (
     stack,
     staggered,
 )
-from pallas_kernels.block_sparse_attention.tpu.layout import PIECE, TOTAL, Layout
+from pallas_kernels.block_sparse_attention.tpu.layout import GROUP, PIECE, TOTAL, Layout
 from pallas_kernels.block_sparse_attention.tpu.phases import (
     NEIGHBOURS,
     Bounds,
@@ -228,7 +228,8 @@ def _backward_kernel(
             clear_tokens(layout, d_query_ref, interpret)
 
     def finish(kind: int) -> None:
-        memory.store_as(memory.rows((d_query_out, d_query_expert_out)[kind]), d_query_ref, leaving, scale)
+        out = memory.lanes((d_query_out, d_query_expert_out)[kind])
+        memory.store_as(out, d_query_ref, leaving, scale, interpret)
 
     def begin(before):
         @pl.when(step.number == 0)
@@ -477,7 +478,7 @@ def mass(
 
 
 def backward(
-    d_queries: Sequence[Float[Array, "L Q 128"]],
+    d_queries: Sequence[Float[Array, "L W"]],
     d_bias: Float[Array, "G N 1 t"],
     d_key: Float[Array, "C R m E"],
     d_value: Float[Array, "C R m E"],
@@ -495,7 +496,8 @@ def backward(
     """Writes the gradients of both queries of a window and of its pairs' biases; adds to those of keys and values.
 
     Args:
-      d_queries: of the context, and of experts; what windows before have written, other tokens' is kept as it is.
+      d_queries: of the context, and of experts; the W = 1024 G lanes of a token side by side, as matrix products take
+        them. What windows before have written, other tokens', is kept as it is.
       start: of the context, what the tiles' are added to, without the factor `scale`.
       packed: queries of the context, and of experts, each with the gradients of outputs.
 
@@ -508,7 +510,7 @@ def backward(
     results = [*arrays[:2], (blocks.by_pair(1), d_bias), *arrays[3:]]
     arrays += [*((ANYWHERE, x) for x in (start, *packed, stats)), (table, key), (table, value)]
     scratch = [_slots(layout, size, kind), _slots(layout, ROWS), _slots(layout)]
-    scratch += [((2, PIECE, ROWS, LANES), d_queries[0].dtype)]
+    scratch += [((2, PIECE, GROUP), d_queries[0].dtype)]
     scratch += [_rows(layout, n, x, 2) for n, x in ((size, kind), (ROWS, F32), (1, F32))]
     kernel, name = functools.partial(_backward_kernel, size=size), "block_sparse_attention_backward"
     given, aliases = (arrays, results, scratch, (table, gradient)), {i: i for i in range(5)}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.block_sparse_attention.tpu.layout import PIECE, Layout
+from pallas_kernels.block_sparse_attention.tpu.layout import GROUP, PIECE, Layout
 from pallas_kernels.block_sparse_attention.tpu.phases import Step
 from pallas_kernels.tpu import LANES, ROWS
 
@@ -40,6 +40,11 @@ class Memory(NamedTuple):
         mine = pl.ds(pl.multiple_of(self.step.group * size, size), size)
         return lambda tokens: ref.at[tokens, mine]
 
+    def lanes(self, ref) -> Callable:
+        """A place in an array with the rows of a token and group side by side, (L, 1024 G)."""
+        mine = pl.ds(pl.multiple_of(self.step.group * GROUP, GROUP), GROUP)
+        return lambda tokens: ref.at[tokens, mine]
+
     def stats(self, ref) -> Callable:
         """A place in an array of one row a token and group, (G, L, 128)."""
         return lambda tokens: ref.at[self.step.group, tokens]
@@ -52,8 +57,9 @@ class Memory(NamedTuple):
         """(place, slots): the way back."""
         self._move(pairs, lambda place, slots: (slots, place))
 
-    def store_as(self, place, slots, buffers, scale: float) -> None:
-        """`slots` times `scale`, in the type of `buffers`, (2, PIECE, ...): one leaves while the other is filled."""
+    def store_as(self, place, slots, buffers, scale: float, interpret: bool) -> None:
+        """`slots` times `scale`, rows of a token side by side, in the type of `buffers`, (2, PIECE, 1024): one leaves
+        while the other is filled."""
         piece = math.gcd(self._piece, PIECE)
 
         def copy(i):
@@ -63,8 +69,10 @@ class Memory(NamedTuple):
 
         def convert(i, carry):
             pl.when(i >= 2)(lambda: copy(i - 2).wait())
-            part = slots[self._part(0, i, piece)] * scale
-            buffers[jax.lax.rem(i, 2), pl.ds(0, piece)] = part.astype(buffers.dtype)
+            for row in range(ROWS):
+                part = row_of_tokens(slots, row, i * piece, piece, interpret) * scale
+                lanes = slice(row * LANES, (row + 1) * LANES)
+                buffers[jax.lax.rem(i, 2), pl.ds(0, piece), lanes] = part.astype(buffers.dtype)
             copy(i).start()
             return carry
 
@@ -108,6 +116,13 @@ def token(slots, row, interpret: bool):
     size = slots.shape[1]
     first = pl.multiple_of(row * (size // ROWS), size)
     return slots.reshape(slots.shape[0] * size, LANES).at[pl.ds(first, size)]
+
+
+def row_of_tokens(slots, row: int, first, size: int, interpret: bool):
+    """One row each of `size` tokens, (size, 128)."""
+    if interpret:  # see `token`
+        return slots[pl.ds(first, size)][:, row]
+    return slots.reshape(slots.shape[0] * ROWS, LANES)[pl.ds(first * ROWS + row, size, stride=ROWS), :]
 
 
 def clear(layout: Layout, *slots) -> None:

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import chips
-from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, LocalWindow
+from pallas_kernels.block_sparse_attention.operation import XLA_WINDOW, LocalWindow, dots, rounded
 from pallas_kernels.block_sparse_attention.tpu import window_kernels
 from pallas_kernels.block_sparse_attention.tpu.lanes import from_lanes, group_heads, pad_rows, to_lanes, to_stats
+from pallas_kernels.block_sparse_attention.tpu.outputs import token_dots, token_rounded
 from pallas_kernels.block_sparse_attention.tpu.window_kernels import Arrays, Layout
 from pallas_kernels.block_sparse_attention.types import Cotangents, Inputs, Partial, Window
 from pallas_kernels.tpu import LANES, ROWS, compiled_or_interpreted, round_up
@@ -57,7 +58,12 @@ def window_gradients(
 
 
 LOCAL = LocalWindow(window_attention, window_gradients)
-BY_TOKEN = LocalWindow(*(functools.partial(function, by_token=True) for function in LOCAL))
+BY_TOKEN = LocalWindow(
+    functools.partial(window_attention, by_token=True),
+    functools.partial(window_gradients, by_token=True),
+    token_rounded,
+    token_dots,
+)
 
 
 def _on_tpus(kernel: Callable, elsewhere: Callable) -> Callable:
@@ -71,7 +77,25 @@ def _on_tpus(kernel: Callable, elsewhere: Callable) -> Callable:
     return either
 
 
-ON_TPUS, BY_TOKEN_ON_TPUS = (LocalWindow(*map(_on_tpus, local, XLA_WINDOW)) for local in (LOCAL, BY_TOKEN))
+def _rounded_on_tpus(output: Float[Array, "T H d"], dtype: jnp.dtype) -> Float[Array, "T H d"]:
+    tpu, default = (functools.partial(function, dtype=dtype) for function in (token_rounded, rounded))
+    return jax.lax.platform_dependent(output, tpu=tpu, default=default)
+
+
+def _dots_on_tpus(output: Float[Array, "T H d"], d_output: Float[Array, "T H d"]) -> Float[Array, "T H"]:
+    return jax.lax.platform_dependent(output, d_output, tpu=token_dots, default=dots)
+
+
+ON_TPUS = LocalWindow(
+    _on_tpus(LOCAL.attention, XLA_WINDOW.attention),
+    _on_tpus(LOCAL.gradients, XLA_WINDOW.gradients),
+)
+BY_TOKEN_ON_TPUS = LocalWindow(
+    _on_tpus(BY_TOKEN.attention, XLA_WINDOW.attention),
+    _on_tpus(BY_TOKEN.gradients, XLA_WINDOW.gradients),
+    _rounded_on_tpus,
+    _dots_on_tpus,
+)
 """The kernels on a TPU; plain XLA for longer chunks, and elsewhere, where kernels would be interpreted."""
 
 
