@@ -26,7 +26,7 @@ FORWARD, BACKWARD = 2, 5
 """Matrix products per pair in the passes of a kernel: scores and values; scores again, and four gradients."""
 SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 """Matrix products of dense attention by JAX's kernels, which attach none."""
-CHOICE_RATE = {"v5e": 0.8, "v5p": 0.75, "v6e": 0.26, "tpu7x": 0.28}
+CHOICE_RATE = {"v5e": 0.79, "v5p": 0.75, "v6e": 0.26, "tpu7x": 0.28}
 """Share of the matrix units' peak that the kernels of the pooled router reach by their schedules, in heads of 128
 (`tests/pallas_kernels/test_aot_choice.py`)."""
 PATHS = {"block_sparse_attention": "resident", "gathered": "gathered", "dense_attention": "dense"}

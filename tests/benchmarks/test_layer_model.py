@@ -65,7 +65,7 @@ def test_the_parts_of_a_layer_and_its_kernels_add_up():
 
 def test_tiles_are_those_of_the_layer_and_as_full_as_its_pairs_make_them():
     """Seven pairs a token beside its window: of 2,048 over 80 resources 179 rows each, of 8,192 over 128 448 rows."""
-    around = layer_model.movement(TPUS["v5e"], 1024 * 28) + 1.35 * 10.2 / 1.5  # what no kernel hides
+    around = layer_model.movement(TPUS["v5e"], 1024 * 28) + 1.35 * 12.7 / 1.5  # what no kernel hides
     for length, tile, rows in ((2048, 128, 179.2), (8192, 256, 448)):
         assert layer_model.plan("v5e", 128, length).layout.tile == tile
         found = layer_model.routed("v5e", 128, length, {tile: 20.0})
@@ -75,7 +75,7 @@ def test_tiles_are_those_of_the_layer_and_as_full_as_its_pairs_make_them():
 
 def test_larger_resources_are_fewer_and_have_a_kernel_of_their_own():
     """Of 256 keys there are half as many, and a token buys four, its window among them."""
-    around = layer_model.movement(TPUS["v5e"], 1024 * 28) + 1.35 * 10.2 / 1.5
+    around = layer_model.movement(TPUS["v5e"], 1024 * 28) + 1.35 * 12.7 / 1.5
     rows = 3 * 8192 / (32 + 32)
     found = layer_model.routed("v5e", 256, 8192, {256: 40.0})
     assert found == pytest.approx(3 * 1.35 * 40.0 * (rows + 128) / rows + around)

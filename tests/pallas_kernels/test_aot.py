@@ -90,7 +90,7 @@ def test_the_largest_window_fits_fast_memory(chip, heads, least, name, tmp_path)
 @needs_libtpu
 def test_a_window_larger_than_fast_memory_is_refused():
     """By the compiler's own account: so what fits above does fit."""
-    shape = {"name": "backward", "tokens": most_tokens("v5p", 8) * 9 // 8, "vmem": chips.TPUS["v5p"].vmem}
+    shape = {"name": "backward", "tokens": most_tokens("v5p", 8) * 9 // 64 * 8, "vmem": chips.TPUS["v5p"].vmem}
     with pytest.raises(aot.CompileError, match=r"Ran out of memory in memory space vmem"):
         aot.compile_apart("v5p", KERNEL, shape)
 
