@@ -148,10 +148,10 @@ class Path(NamedTuple):
 
     def _queries(self, inputs: Inputs) -> tuple[Num[Array, "L Q 128"], ...]:
         """Both kinds: in bfloat16 as halves of words."""
-        both = inputs.query, inputs.query_expert
-        if inputs.query.dtype == jnp.bfloat16:
-            return _words(inputs.query_expert, inputs.query, layout=self.layout)
-        return tuple(layout_lib.to_rows(x, self.layout) for x in both)
+        query, query_expert = inputs.query, inputs.query_expert
+        if query.dtype == jnp.bfloat16:
+            return _words(query_expert, query, layout=self.layout)
+        return tuple(layout_lib.to_rows(x, self.layout) for x in (query, query_expert))
 
     def backward(self, inputs: Inputs, tables: Tables, cotangents: Cotangents, start: Gradients) -> Gradients:
         """Window by window: gradients of queries and biases are written, those of keys and values added to."""
@@ -254,7 +254,7 @@ def vmem_bytes(layout: Layout, m: int, itemsize: int) -> int:
 def _words(
     high: Float[Array, "T H d"], *lows: Float[Array, "T H d"], layout: Layout
 ) -> tuple[Num[Array, "L Q 128"], ...]:
-    """Two numbers of bfloat16 in one word."""
+    """`high` and each of `lows`, in bfloat16, as the halves of words."""
     return words(*(pad_rows(to_lanes(x, layout, GROUP), round_up(len(x), ROWS)) for x in (high, *lows)))
 
 
