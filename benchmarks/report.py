@@ -11,7 +11,7 @@ from aamoe_jax import markdown
 Row = Mapping[str, Any]
 table = functools.partial(markdown.table, numbers=True)
 
-EFFICIENCY_WANTED, EFFICIENCY_FROM = 0.6, 4096
+EFFICIENCY_WANTED, EFFICIENCY_FROM = 0.85, 4096
 OWN = ("masked", "causal")
 """The candidates that are `jax.nn.dot_product_attention`."""
 GROWTH_WANTED, GROWTH_FROM, GROWTH_TO = 5.0, 4096, 16384

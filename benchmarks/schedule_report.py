@@ -13,7 +13,9 @@ BEFORE_PIPELINING = {"forward": 12.0, "backward": 18.0}
 """Bundles a pair at the headline shape, on v5e and v5p."""
 AFTER_PIPELINING = {chip: 0.7 * both for chip, both in {"v5e": 27.6, "v5p": 27.9, "v6e": 24.6, "tpu7x": 24.2}.items()}
 """Forward and backward together: 70 % of what plain stages one after the other were designed to take."""
-WIDE_SHARE = 0.25
+GOALS = {"v5e": 17.5, "v5p": 17.5, "v6e": 14.0, "tpu7x": 14.0}
+"""The same, where one would like to be."""
+WIDE_SHARE = 0.35
 """Of peak, with m = 256 and d = 256, forward and backward together, on v6e and tpu7x."""
 
 Row = dict[str, Any]
@@ -64,7 +66,8 @@ def targets(rows: list[Row]) -> list[list[str]]:
             lines.append(_outcome(f"{direction}, bundles a pair", chip, wanted, found[direction], "at most", [row]))
         if len(pair) == 2:
             name, both = "forward + backward, bundles a pair", sum(found.values())
-            lines.append(_outcome(name, chip, AFTER_PIPELINING[chip], both, "at most", list(pair.values())))
+            for wanted in (AFTER_PIPELINING[chip], GOALS[chip]):
+                lines.append(_outcome(name, chip, wanted, both, "at most", list(pair.values())))
         wide = chosen(rows, chip, m=256, d=256, heads=4, tile=512)
         if len(wide) == 2 and chip in ("v6e", "tpu7x"):
             name = "m = 256, d = 256: share of peak"
@@ -73,14 +76,9 @@ def targets(rows: list[Row]) -> list[list[str]]:
 
 
 def chosen(rows: list[Row], chip: str, **shape: int) -> dict[str, Row]:
-    """The best of the kernels that attend to chosen pairs alone, for one shape, by direction."""
-    found: dict[str, Row] = {}
-    for row in rows:
-        mine = row["kernel"] in ("resident", "gathered")
-        same = mine and row["chip"] == chip and shape.items() <= row.items()
-        if same and row["nanoseconds"] < found.get(row["direction"], {"nanoseconds": float("inf")})["nanoseconds"]:
-            found[row["direction"]] = row
-    return found
+    """The `resident` kernels for one shape, by direction: targets are theirs."""
+    of_shape = {"chip": chip, "kernel": "resident", **shape}
+    return {row["direction"]: row for row in rows if of_shape.items() <= row.items()}
 
 
 def share_of_peak(pair: dict[str, Row]) -> float:

@@ -149,6 +149,7 @@ STUDIES: Mapping[str, Study] = {
         [
             Claim("AA-MoE is better alone than the standard stack", "all AA-MoE", "all standard"),
             Claim("a few standard layers help", "a quarter standard", "all AA-MoE"),
+            Claim("half of them help", "half standard", "all AA-MoE"),
         ],
     ),
     "questions": Study(
@@ -259,6 +260,7 @@ STUDIES: Mapping[str, Study] = {
             Claim("tokens should not all get the same", "AA-MoE", "uniform budgets"),
             Claim("routed context helps", "AA-MoE", "window and experts alone"),
             Claim("a few standard layers help", "a quarter standard", "AA-MoE"),
+            Claim("half of them help", "half standard", "AA-MoE"),
             Claim("a hybrid is better than a transformer", "a quarter standard", "transformer"),
             Claim("half of them is better than a quarter", "half standard", "a quarter standard"),
         ],

@@ -134,12 +134,11 @@ def test_no_kernel_runs_twice_where_what_attention_gives_is_kept(remat):
     assert {*forward, "local_window_forward", "token_dots"} <= set(kernels)
 
 
-@pytest.mark.parametrize("bias", ["log_prob", "none"])
-def test_a_router_without_gradients_has_no_backward_pass(bias):
+def test_a_router_without_gradients_has_no_backward_pass():
     with chips.assume("v5e"):
-        program = str(gradient_of_wide_heads(num_layers=1, router="pooled", bias=bias).jaxpr)
+        program = str(gradient_of_wide_heads(num_layers=1, router="pooled", bias="none").jaxpr)
     assert "name=choice_forward" in program
-    assert ("name=choice_backward" in program) == (bias == "log_prob")
+    assert "name=choice_backward" not in program
 
 
 def gradient_of_wide_heads(**options):

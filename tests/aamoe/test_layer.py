@@ -67,10 +67,8 @@ def test_layer_is_section_2_2(local, router):
 
 
 OPTIONS: dict[str, dict] = {
-    "null slot": {"null_slot": "learned"},
     "null slot, pooled": {"null_slot": "learned", "router": "pooled", "local": "chunk"},
     "null slot, no local": {"null_slot": "learned", "local": "none"},
-    "prices": {"expert_price": 1.5, "beta": 5.0},
     "prices by distance": {"distance_price": 0.7, "local": "chunk", "importance": "bounded"},
     "prices, K_max": {"expert_price": 2.0, "beta": 6.0, "max_resources": 3, "null_slot": "learned"},
     "prices by load": {"load_price": 0.6, "beta": 6.0, "importance": "bounded"},
@@ -143,8 +141,15 @@ def test_packed_rows_and_gradients_are_those_of_the_definition(name):
         assert slope == pytest.approx(wanted, rel=2e-3, abs=2e-3), chosen
 
 
-@pytest.mark.parametrize(("budget", "kernel"), [("prefix", "reference"), ("prefix", "xla"), ("predictor", "xla")])
-@pytest.mark.parametrize(("local", "router"), ROUTERS, ids=str)
+@pytest.mark.parametrize(
+    ("local", "router", "budget", "kernel"),
+    [
+        *((*router, "prefix", "xla") for router in ROUTERS),
+        *((*router, "predictor", "xla") for router in (ROUTERS[0], ROUTERS[-1])),
+        *((*router, "prefix", "reference") for router in (ROUTERS[1], ROUTERS[-3])),
+    ],
+    ids=str,
+)
 def test_the_past_does_not_move_when_the_future_changes(local, router, budget, kernel):
     """Prefix invariance (AA-15), to the bit: every causal mode, L % m != 0 included."""
     length = 4 * M + 3
@@ -228,7 +233,7 @@ def test_without_context_and_bounds_it_is_a_persistent_memory_feed_forward():
     np.testing.assert_allclose(apply(layer, h, context)[0][0], memory @ np.asarray(layer.output.kernel[...]), atol=1e-5)
 
 
-@pytest.mark.parametrize("local", LOCALS)
+@pytest.mark.parametrize("local", ["window", "none"])
 def test_tokens_without_budget_get_exactly_nothing(local):
     """Bypass (AA-26): output 0, finite gradients, and no gradient through the empty rows."""
     config = model_config(local=local, normalizer="row", beta=0.5)
@@ -271,11 +276,10 @@ def test_one_resource_at_most_is_the_window_alone():
     assert jnp.abs(output).max() > 0
 
 
-@pytest.mark.parametrize("kernel", ["reference", "xla"])
-@pytest.mark.parametrize("local", ["window", "chunk", "routed", "none"])
-def test_documents_that_start_inside_a_chunk_do_not_see_each_other(local, kernel):
+@pytest.mark.parametrize("local", LOCALS)
+def test_documents_that_start_inside_a_chunk_do_not_see_each_other(local):
     """The data of this package never does that, but the model is public."""
-    config = model_config(local=local, slack=3, key_convolution=True, query_convolution=True, kernel=kernel)
+    config = model_config(local=local, slack=3, key_convolution=True, query_convolution=True, kernel="xla")
     layer = layer_of(config)
     start = jnp.asarray([13, 27])[:, None]
     index = jnp.broadcast_to(jnp.arange(5 * M), (2, 5 * M))
@@ -297,8 +301,10 @@ def test_documents_that_start_inside_a_chunk_do_not_see_each_other(local, kernel
     assert float(jnp.abs(jnp.where(later, gradient, 0)).max()) > 0
 
 
-@pytest.mark.parametrize("budget", ["prefix", "row", "predictor", "predictor_uncapped"])
-@pytest.mark.parametrize("local", ["window", "chunk"])
+@pytest.mark.parametrize(
+    ("local", "budget"),
+    [("window", "prefix"), ("window", "predictor"), ("chunk", "row"), ("chunk", "predictor_uncapped")],
+)
 def test_packed_documents_do_not_see_each_other(local, budget):
     """Each is what it is alone, whatever its budgets are, with a cap that takes some of them (decision 23)."""
     config = model_config(slack=3, local=local, normalizer="row" if budget.startswith("predictor") else "prefix")
@@ -319,8 +325,7 @@ def test_packed_documents_do_not_see_each_other(local, budget):
     assert max(clipped) > 0, "the cap or the number of resources should take something"
 
 
-@pytest.mark.parametrize("kernel", ["reference", "xla"])
-@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize(("scale", "kernel"), [(1.0, "reference"), (2.0, "xla")])
 def test_the_pair_bound_has_room_for_the_slack_of_every_document(scale, kernel):
     """Predictors that ask for all there is, in a row of documents of one chunk each; and a budget scale."""
     config = model_config(beta=1.0, slack=3 * M, normalizer="row", kernel=kernel)
@@ -357,11 +362,11 @@ def test_shifting_all_positions_changes_nothing():
 
 @pytest.mark.parametrize(
     ("local", "router", "normalizer"),
-    [*((*router, "prefix") for router in ROUTERS), (*ROUTERS[0], "row"), (*ROUTERS[-1], "row")],
+    [(*ROUTERS[1], "prefix"), (*ROUTERS[-1], "row")],
     ids=str,
 )
 def test_fast_path_equals_reference_in_the_layer(local, router, normalizer):
-    """AA-17: outputs and all gradients, through both implementations of the attention."""
+    """AA-17: outputs and all gradients, element by element. Other options of `xla` are held to the definition above."""
     results = []
     for kernel in ("reference", "xla"):
         config = model_config(local=local, normalizer=normalizer, kernel=kernel, **router)
@@ -387,7 +392,7 @@ def test_statistics_count_what_was_given():
 
 def test_a_budget_scale_above_one_raises_the_most_that_a_token_gets():
     config = model_config(max_resources=2, importance="uniform", beta=2.0, slack=100)
-    for scale, most in ((0.5, 1), (1.0, 2), (1.5, 3), (2.0, 4)):
+    for scale, most in ((0.5, 1), (1.5, 3)):
         scaled = {"beta": 2.0 * scale, "scale": jnp.float32(scale), "max_scale": 2.0}
         context = dataclasses.replace(context_of(config, 1, 3 * M), **scaled)
         assert int(apply(layer_of(config), inputs(1, 3 * M), context)[1]["max_budget"]) == most

@@ -134,15 +134,15 @@ class TestReport:
 
     def test_targets_that_are_met_and_missed(self):
         fast, slow = (schedule_report.targets(self.rows(cycles)) for cycles in (512, 10240))
-        assert len(fast) == len(slow) == 4 + 4 + 2
+        assert len(fast) == len(slow) == 4 + 4 + 4 + 2
         assert all(line[-2] == "met" for line in fast)
         assert all(line[-2] == "missed" for line in slow)
         rest = "full in 10.0 of 20.0 bundles; 10.0 wait for results or for other slots; 7 spills"
         assert slow[0][-1] == f"forward: VSTORE, {rest}"
 
-    def test_the_best_kernel_counts_and_splash_never(self):
-        rows = [row(cycles=5120), row(cycles=4096), row(cycles=512) | {"kernel": "splash"}]
-        assert schedule_report.chosen(rows, "v5e", m=128, d=128, tile=512)["forward"] is rows[1]
+    def test_targets_are_of_the_resident_kernels(self):
+        rows = [row(cycles=5120), *(row(cycles=512) | {"kernel": name} for name in ("splash", "gathered"))]
+        assert schedule_report.chosen(rows, "v5e", m=128, d=128, tile=512)["forward"] is rows[0]
         assert schedule_report.chosen(rows, "v5p", m=128, d=128, tile=512) == {}
 
     def test_the_report_ends_with_its_command(self):

@@ -57,10 +57,11 @@ def test_dec_13_14_the_compiler_agrees(name):
     [
         ("filtered_attention", {"own": (FilteredAttentionConfig("message_norm", capacity=0.25),)}),
         ("moe", {"own": (MoEConfig(router="attention", router_input="causal_conv"),)}),
-        ("aamoe", {"aamoe": dataclasses.replace(CONFIG.aamoe, router="pooled")}),
-        ("aamoe", {"aamoe": dataclasses.replace(CONFIG.aamoe, key_convolution=True)}),
         ("aamoe", {"aamoe": dataclasses.replace(CONFIG.aamoe, expert_gate=True, budget=BudgetConfig(load_price=0.5))}),
-        ("aamoe", {"aamoe": dataclasses.replace(CONFIG.aamoe, key_convolution=True, query_convolution=True)}),
+        (
+            "aamoe",
+            {"aamoe": dataclasses.replace(CONFIG.aamoe, router="pooled", key_convolution=True, query_convolution=True)},
+        ),
         (
             "aamoe",
             {"aamoe": dataclasses.replace(CONFIG.aamoe, expert_router="attention", router_input="causal_conv")},

@@ -89,7 +89,7 @@ def test_a_part_of_the_queries_is_that_part_of_the_row(name, sparse):
     np.testing.assert_allclose(np.concatenate(found, axis=1)[real], np.asarray(whole)[real], atol=1e-5)
 
 
-@pytest.mark.parametrize("sparse", SPARSE[:3], ids=str)
+@pytest.mark.parametrize("sparse", SPARSE[1:3], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_decodes_as_it_was_trained(name, sparse):
     """Prompts shorter and longer than a window; rings that go round more than once; the last token sees the first."""

@@ -30,9 +30,10 @@ NAMED = {
     "every slot used, bound reached": Shape(count=4),
     "no pairs at all": Shape(count=0),
     "no experts, last chunk incomplete, bound reached": Shape(tokens=25, experts=0, slots=3, window=False, spare=0),
-    "experts alone, another scale": Shape(tokens=13, num_context=0, experts=5, window=False, spare=3, scale=0.3),
     "no slots": Shape(slots=0),
-    "more pairs than a tile": Shape(tokens=300, m=2, num_context=3, experts=1, slots=4, window=False, count=4),
+    "experts alone, more pairs than a tile, another scale": Shape(
+        tokens=301, m=2, num_context=0, experts=5, slots=4, window=False, count=4, spare=3, scale=0.3
+    ),
     "one key a resource": Shape(tokens=9, m=1, num_context=9, segments=1),
 }
 """Shapes differ where they must: what compiles once serves several cases, and compiling is what takes the time."""

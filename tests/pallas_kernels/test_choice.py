@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chips
 from pallas_kernels.choice import IMPLEMENTATIONS, attention_shares, tpu
 from tests.pallas_kernels.base import assert_close
+from tests.pallas_kernels.simulated import as_compiled
 
 
 class Shape(NamedTuple):
@@ -119,12 +119,10 @@ def test_a_token_sees_nothing_of_others():
 
 
 def test_the_code_that_a_tpu_runs_has_no_races(monkeypatch, capfd):
-    """Its memories and copies, simulated: several rows, groups and tiles, gradients of keys added up over these."""
+    """Several rows, groups and tiles, gradients of keys added up over these."""
     arrays, available, cotangent = inputs_of(Shape(2, 300, 2, 128, 3, 9, 2))
-    compiled = lambda kernel, *arrays, **options: kernel(*arrays, **options, interpret=False)  # noqa: E731
-    monkeypatch.setattr(tpu, "compiled_or_interpreted", compiled)
     monkeypatch.setattr(tpu, "GROUP", 128)
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)):
+    with as_compiled(tpu, monkeypatch, cores=2):
         found = jax.block_until_ready(both_passes.__wrapped__(arrays, available, cotangent, "pallas_tpu"))
     assert "RACE DETECTED" not in capfd.readouterr().out
     wanted = both_passes(arrays, available, cotangent, "xla")

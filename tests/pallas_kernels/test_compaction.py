@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.block_sparse_attention.tpu import compaction
 from pallas_kernels.block_sparse_attention.tpu.layout import Layout
+from tests.pallas_kernels.simulated import as_compiled
 
 
 def random_pairs(tokens, slots, resources):
@@ -76,11 +76,8 @@ def test_tiles_and_slots(sizes):
 
 
 def test_the_code_that_a_tpu_runs_has_no_races(monkeypatch, capfd):
-    """Its memories and copies, simulated: several squares, and a window for each of two cores. What was never written
-    is NaN."""
-    compiled = lambda kernel, *arrays, **options: kernel(*arrays, **options, interpret=False)  # noqa: E731
-    monkeypatch.setattr(compaction, "compiled_or_interpreted", compiled)
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)):
+    """Several squares, and a window for each of two cores."""
+    with as_compiled(compaction, monkeypatch, cores=2):
         check(150, 4, 140, 128, 2, 400)
     assert "RACE DETECTED" not in capfd.readouterr().out
 

@@ -3,13 +3,11 @@
 `test_aot_dense` compiles them for the chips.
 """
 
-import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import chips
 from pallas_kernels.block_sparse_attention import Pairs, types
@@ -18,6 +16,7 @@ from pallas_kernels.block_sparse_attention.tpu import dense, window_kernels
 from pallas_kernels.block_sparse_attention.tpu import window as tpu_window
 from tests.pallas_kernels.base import TpuAttentionTest, assert_close
 from tests.pallas_kernels.cases import Inputs, Shape, evaluate, random_inputs
+from tests.pallas_kernels.simulated import as_compiled
 
 
 class TestPallasTpuDense(TpuAttentionTest):
@@ -32,22 +31,12 @@ class TestPallasTpuDense(TpuAttentionTest):
         self.check(*random_inputs(Shape(tokens=780, m=6, num_context=130, experts=40, heads=1, slots=2, segments=9)))
 
     def test_the_code_that_a_tpu_runs_stays_within_its_arrays(self, monkeypatch, capfd):
-        """The chip's memories and copies, simulated, over several blocks: none is read or written past its array, or
-        before it has arrived; what was never written is NaN."""
+        """Over several blocks."""
         inputs, static = random_inputs(Shape(tokens=260, m=13, num_context=20, heads=2, d=8, count=4))
         with as_compiled(dense, monkeypatch):
             actual = jax.block_until_ready(jax.jit(lambda x: evaluate(x, static, self.implementation))(inputs))
         assert "RACE DETECTED" not in capfd.readouterr().out
         jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "simulated"), actual, evaluate(inputs, static, "reference"))
-
-
-@contextlib.contextmanager
-def as_compiled(module, monkeypatch):
-    """Kernels of a module run as they are compiled, in simulated memory."""
-    compiled = lambda kernel, *arrays, **options: kernel(*arrays, **options, interpret=False)  # noqa: E731
-    monkeypatch.setattr(module, "compiled_or_interpreted", compiled)
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
-        yield
 
 
 PROBLEM = Problem(4096, 8, 128, 96, 128, 8, jnp.dtype("bfloat16"), 32, 4096 * 8, 0.1)

@@ -31,7 +31,7 @@ SHAPES = {
     "blocks of threads share a resource": Shape(
         tokens=4096, heads=1, d=128, m=64, num_context=3, experts=2, window=False
     ),
-    **{name: NAMED[name] for name in ("no pairs at all", "no slots", "more pairs than a tile", "one key a resource")},
+    **{name: NAMED[name] for name in ("no pairs at all", "no slots", "one key a resource")},
 }
 
 

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.block_sparse_attention.tpu import outputs as module
 from pallas_kernels.block_sparse_attention.tpu.outputs import fits, token_dots, token_rounded
+from tests.pallas_kernels.simulated import as_compiled
 
 SHAPES = {
     "less than a tile": (24, 8, 128),
@@ -50,10 +50,8 @@ def test_where_a_token_s_heads_do_not_fit_a_square_it_is_plain_xla(shape):
 
 
 def test_the_code_that_a_tpu_runs_has_no_races(monkeypatch, capfd):
-    compiled = lambda kernel, *arrays, **options: kernel(*arrays, **options, interpret=False)  # noqa: E731
-    monkeypatch.setattr(module, "compiled_or_interpreted", compiled)
     output, d_output, wanted = inputs_of((300, 8, 128), jnp.bfloat16)
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)):
+    with as_compiled(module, monkeypatch, cores=2):
         rounded, found = jax.block_until_ready(
             (token_rounded(output, jnp.dtype(jnp.bfloat16)), token_dots(output, d_output))
         )

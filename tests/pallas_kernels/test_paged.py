@@ -12,7 +12,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.block_sparse_attention import Pairs, Slots, block_sparse_attention, paged_attention
+from pallas_kernels.block_sparse_attention.paged import tpu
 from pallas_kernels.block_sparse_attention.paged.interface import IMPLEMENTATIONS
+from tests.pallas_kernels.simulated import with_bug
 
 ROWS, PAGES, M, E, H, SIZE = 3, 5, 8, 4, 2, 16
 SLOTS = 7
@@ -225,6 +227,24 @@ def test_the_copies_of_the_kernel_do_not_race(capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
     for left, right in zip(found, attend(*given, implementation="xla"), strict=True):
         np.testing.assert_allclose(left, right, atol=1e-5)
+
+
+BUGS = {
+    "no wait": ("each_copy(i, resource, buffer, lambda copy: copy.wait())", "pass"),
+    "the next page overwrites this one": ("fetch_next(k, 1 - buffer)", "fetch_next(k, buffer)"),
+    "one semaphore for both buffers": ("semaphores.at[buffer, which]", "semaphores.at[0, which]"),
+}
+"""Of the copies of the kernel: a text, and what it becomes."""
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_simulation_notices_a_bug_in_the_copies(bug, monkeypatch, capfd):
+    monkeypatch.setitem(IMPLEMENTATIONS, "broken", with_bug(tpu, *BUGS[bug]).attend)
+    given = inputs(SLOTS, [3, 0, 2])
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+        found = jax.block_until_ready(jax.jit(functools.partial(paged_attention, implementation="broken"))(*given))
+    alike = [np.allclose(*pair, atol=1e-4) for pair in zip(found, attend(*given, implementation="xla"), strict=True)]
+    assert "RACE DETECTED" in capfd.readouterr().out or not all(alike)
 
 
 def test_sequences_over_the_devices_of_a_mesh():

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import rotary
 from pallas_kernels.rotary import norm_rotary
 from tests.pallas_kernels.base import assert_close
+from tests.pallas_kernels.simulated import as_compiled
 
 EPS = 1e-5
 
@@ -88,14 +88,12 @@ def test_bfloat16():
 
 
 def test_the_code_that_a_tpu_runs_has_no_races(monkeypatch, capfd):
-    """Its memories and copies, simulated: several tiles and groups of heads."""
+    """Several tiles and groups of heads."""
     x, scale, angles, cotangents = inputs_of(1, 300, 2, 128)
     monkeypatch.setattr(rotary, "TILE", 128)
     monkeypatch.setattr(rotary, "GROUP", 128)
-    compiled = lambda kernel, *arrays, **options: kernel(*arrays, **options, interpret=False)  # noqa: E731
-    monkeypatch.setattr(rotary, "compiled_or_interpreted", compiled)
     run = functools.partial(both_passes, lambda x, scale: norm_rotary(x, 128, scale, angles, eps=EPS), x, scale)
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)):
+    with as_compiled(rotary, monkeypatch, cores=2):
         found = jax.block_until_ready(run(cotangents))
     assert "RACE DETECTED" not in capfd.readouterr().out
     wanted = both_passes(lambda x, scale: definition(x, 128, scale, angles), x, scale, cotangents)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import chips
-from pallas_kernels.selection import IMPLEMENTATIONS, select
+from pallas_kernels.selection import IMPLEMENTATIONS, select, tpu
+from tests.pallas_kernels.simulated import as_compiled
 
 ROWS, LENGTH, RESOURCES, SLOTS = 2, 19, 37, 9
 VALUES = np.array([-np.inf, -2.0, -1e-45, -0.0, 0.0, 1e-45, 1.0, 3.5, np.inf], np.float32)
@@ -81,6 +82,20 @@ def test_ragged_shapes(implementation, rows, length, resources, slots):
     score = rng.choice(VALUES, (rows, length, resources))
     count = rng.integers(0, slots + 1, (rows, length)).astype(np.int32)
     assert_same_bits(run(score, count, slots, implementation), definition(score, count, slots))
+
+
+@pytest.mark.slow
+def test_the_code_that_a_tpu_runs_has_no_races(monkeypatch, capfd):
+    """Several blocks of tokens."""
+    rng = np.random.default_rng(0)
+    score = rng.normal(size=(1, 300, RESOURCES)).astype(np.float32)
+    count = rng.integers(0, SLOTS + 1, (1, 300)).astype(np.int32)
+    with as_compiled(tpu, monkeypatch, cores=2):
+        found = jax.block_until_ready(
+            jax.jit(lambda *x: select(x[0], SLOTS, x[1], implementation="pallas_tpu"))(score, count)
+        )
+    assert "RACE DETECTED" not in capfd.readouterr().out
+    assert_same_bits((found.resource, found.score), definition(score, count, SLOTS))
 
 
 def test_without_counts_it_is_top_k():

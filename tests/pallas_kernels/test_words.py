@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.block_sparse_attention.tpu import words as module
 from pallas_kernels.block_sparse_attention.tpu.words import words
+from tests.pallas_kernels.simulated import as_compiled
 
 SHAPES = {"less than a tile": (24, 1024), "several tiles, the last not full": (300, 2048)}
 
@@ -36,10 +36,8 @@ def test_every_bit_of_all_is_there(shape):
 
 
 def test_the_code_that_a_tpu_runs_has_no_races(monkeypatch, capfd):
-    compiled = lambda kernel, *arrays, **options: kernel(*arrays, **options, interpret=False)  # noqa: E731
-    monkeypatch.setattr(module, "compiled_or_interpreted", compiled)
     (high, *lows), arrays = inputs_of((300, 1024))
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)):
+    with as_compiled(module, monkeypatch, cores=2):
         found = jax.block_until_ready(words(*arrays))
     assert "RACE DETECTED" not in capfd.readouterr().out
     for low, x in zip(lows, found, strict=True):

@@ -1,0 +1,29 @@
+"""Kernels for TPUs as they are compiled, in simulated memory; and modules with a bug put in, which that must notice."""
+
+import contextlib
+import inspect
+import types
+from collections.abc import Iterator
+from types import ModuleType
+
+from jax.experimental.pallas import tpu as pltpu
+
+
+@contextlib.contextmanager
+def as_compiled(module: ModuleType, monkeypatch, cores: int = 1) -> Iterator[None]:
+    """Kernels of a module run as they are compiled: nothing is read before it has arrived, or overwritten before it was
+    read, or RACE DETECTED is printed; what was never written is NaN."""
+    compiled = lambda kernel, *arrays, **options: kernel(*arrays, **options, interpret=False)  # noqa: E731
+    monkeypatch.setattr(module, "compiled_or_interpreted", compiled)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)):
+        yield
+
+
+def with_bug(module: ModuleType, text: str, becomes: str) -> ModuleType:
+    """The module again, with another text where this one stands once."""
+    source = inspect.getsource(module)
+    assert source.count(text) == 1, text
+    changed = types.ModuleType(module.__name__)
+    changed.__dict__.update({"__file__": module.__file__, "__package__": module.__package__})
+    exec(compile(source.replace(text, becomes), str(module.__file__), "exec"), changed.__dict__)
+    return changed
