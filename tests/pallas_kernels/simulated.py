@@ -8,6 +8,8 @@ from types import ModuleType
 
 from jax.experimental.pallas import tpu as pltpu
 
+from experiments.held import Bug
+
 
 @contextlib.contextmanager
 def as_compiled(module: ModuleType, monkeypatch, cores: int = 1) -> Iterator[None]:
@@ -20,10 +22,13 @@ def as_compiled(module: ModuleType, monkeypatch, cores: int = 1) -> Iterator[Non
 
 
 def with_bug(module: ModuleType, text: str, becomes: str) -> ModuleType:
-    """The module again, with another text where this one stands once."""
-    source = inspect.getsource(module)
-    assert source.count(text) == 1, text
+    """The module again, with the bug.
+
+    Raises:
+      ValueError: the text does not stand there exactly once.
+    """
+    source = Bug("", str(module.__file__), text, becomes, ()).applied(inspect.getsource(module))
     changed = types.ModuleType(module.__name__)
     changed.__dict__.update({"__file__": module.__file__, "__package__": module.__package__})
-    exec(compile(source.replace(text, becomes), str(module.__file__), "exec"), changed.__dict__)
+    exec(compile(source, str(module.__file__), "exec"), changed.__dict__)
     return changed
