@@ -80,6 +80,21 @@ def seeds_of(values: Sequence[str]) -> list[int]:
     return [int(value) for value in values]
 
 
+def positive_numbers(flag: str, values: Sequence[str]) -> list[float]:
+    """The numbers that a flag lists.
+
+    Raises:
+      ConfigError: one is no positive number.
+    """
+    try:
+        numbers = [float(value) for value in values]
+    except ValueError as error:
+        raise ConfigError(f"--{flag}={','.join(values)}: give numbers with commas between") from error
+    if not all(0 < number < np.inf for number in numbers):
+        raise ConfigError(f"--{flag}={','.join(values)}: must be positive numbers")
+    return numbers
+
+
 def with_training(config: ExperimentConfig, **values: Any) -> ExperimentConfig:
     """The experiment with other fields of its training; None: as it is."""
     given = {name: value for name, value in values.items() if value is not None}

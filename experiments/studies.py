@@ -34,7 +34,17 @@ from experiments.binding import load_experiment
 from experiments.judge import FEWEST_SEEDS, MARGIN, Difference, difference
 from experiments.matching import TOLERANCE, Equal, active_flops, match, parameters
 from experiments.program import command_line, publish, start
-from experiments.runs import More, Result, comparison, require_one_dataset, run, seeds_of, validate, with_training
+from experiments.runs import (
+    More,
+    Result,
+    comparison,
+    positive_numbers,
+    require_one_dataset,
+    run,
+    seeds_of,
+    validate,
+    with_training,
+)
 
 FLAGS = flags.FLAGS
 
@@ -402,21 +412,6 @@ def with_learning_rate(config: ExperimentConfig, rate: float) -> ExperimentConfi
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, learning_rate=rate))
 
 
-def rates_of(values: Sequence[str]) -> list[float]:
-    """The rates that --learning_rates lists.
-
-    Raises:
-      ConfigError: one is no positive number.
-    """
-    try:
-        rates = [float(value) for value in values]
-    except ValueError as error:
-        raise ConfigError(f"--learning_rates={','.join(values)}: give numbers with commas between") from error
-    if not all(0 < rate < np.inf for rate in rates):
-        raise ConfigError(f"--learning_rates={','.join(values)}: must be positive numbers")
-    return rates
-
-
 def folder_of(work_dir: Path, name: str, variant: Variant, config: ExperimentConfig) -> Path:
     """Where a run lies: by its variant, learning rate and seed."""
     run = f"{config.optimizer.learning_rate:g}-{config.training.seed}"
@@ -575,7 +570,7 @@ def main() -> None:
     """Makes the comparison that the flags describe."""
     seeds, work_dir = seeds_of(FLAGS.seeds), Path(FLAGS.work_dir) / FLAGS.study
     study = part_of(STUDIES[FLAGS.study], FLAGS.variant)
-    rates = rates_of(FLAGS.learning_rates)
+    rates = positive_numbers("learning_rates", FLAGS.learning_rates)
     experiments = configs(study, FLAGS.gin_file, FLAGS.gin_param, FLAGS.steps, FLAGS.equal)
     ensure_prepared(next(iter(experiments.values())).data)
     if rates:

@@ -38,6 +38,7 @@ PROGRAMS = {
     "recall": "experiments.recall",
     "ruler": "experiments.ruler",
     "questions": "experiments.questions",
+    "sweeps": "experiments.sweeps",
     "frontier": "experiments.frontier",
     "local_context": "experiments.local_context",
     "router_precision": "experiments.router_precision",

@@ -118,10 +118,12 @@ def _draw_lengths(axes: Axes, points: Sequence[Record], kinds: Sequence[str]) ->
                 place = (length, value)
                 axes.annotate(f"{value:.3f}", place, offset, textcoords="offset points", ha=side, color=colour)
     axes.axvline(trained, color="#999999", linewidth=0.8, linestyle=":")
-    axes.annotate("trained", (trained, 1), (3, -9), xycoords=("data", "axes fraction"), textcoords="offset points")
+    # Left of the line at the top nothing is drawn: rows shorter than in training cost little.
+    place, at = (trained, 1), ("data", "axes fraction")
+    axes.annotate("trained", place, (-3, -9), xycoords=at, textcoords="offset points", ha="right")
     _fitted(axes, lengths, [f"{length:g}" for length in lengths])
     axes.margins(x=0.14, y=0.16)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 0.92))
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.16))  # inside, a curve or a label is under it
     axes.set(title="Held-out bits per byte", xlabel="tokens per row", ylabel="bits per byte")
 
 

@@ -11,7 +11,7 @@ from aamoe_jax.data import load_tokenizer
 from experiments import runs as experiment_runs
 from experiments import studies
 from experiments.matching import active_flops, parameters
-from experiments.runs import by_document
+from experiments.runs import by_document, positive_numbers
 from experiments.studies import STUDIES, Claim, Study, Variant
 from tests.experiments.test_local_context import tiny_experiment
 
@@ -41,10 +41,10 @@ def test_stacks_of_equal_flops():
 
 
 def test_learning_rates_are_numbers():
-    assert studies.rates_of(["1e-3", "0.01"]) == [1e-3, 1e-2]
+    assert positive_numbers("learning_rates", ["1e-3", "0.01"]) == [1e-3, 1e-2]
     for values in (["fast"], ["0"], ["-1"], ["nan"], ["inf"]):
         with pytest.raises(ConfigError, match=f"--learning_rates={values[0]}: "):
-            studies.rates_of(values)
+            positive_numbers("learning_rates", values)
 
 
 def test_a_part_of_a_study_keeps_the_claims_that_it_can_judge():
