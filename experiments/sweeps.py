@@ -1,10 +1,11 @@
-"""Evaluates every stack of a study at other budgets or lengths of rows (AA-34, AA-35, DEC-18).
+"""Evaluates every stack of a study at other budgets, or in rows of other lengths.
 
     aamoe sweeps --study=main --sweep=length --gin_file=quickstart.gin --variant=AA-MoE --variant='context alone' \
         --seeds=0,1,2 --output=experiments/results/main_length
 
-Nothing is trained for it: `budget` multiplies the budget of every token, `length` cuts the same text into longer or
-shorter rows, with the same beta. A stack without budgets is evaluated once by `budget`. Test split, causal budgets.
+Models were not trained for it (AA-34, AA-35, DEC-18): `budget` multiplies the budget of every token, `length` cuts the
+same text into longer or shorter rows, with the same beta. A stack without budgets is evaluated once by `budget`. Test
+split, causal budgets.
 
 Variants and runs are those of experiments.studies: with the same --work_dir, its runs are not trained again. Writes
 OUTPUT.json, OUTPUT.md and OUTPUT.png.

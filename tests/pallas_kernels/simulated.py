@@ -5,6 +5,7 @@ import inspect
 import types
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 from jax.experimental.pallas import tpu as pltpu
 
@@ -12,12 +13,17 @@ from experiments.held import Bug
 
 
 @contextlib.contextmanager
-def as_compiled(module: ModuleType, monkeypatch, cores: int = 1) -> Iterator[None]:
+def as_compiled(module: ModuleType, monkeypatch, cores: int = 1, **options: Any) -> Iterator[None]:
     """Kernels of a module run as they are compiled: nothing is read before it has arrived, or overwritten before it was
-    read, or RACE DETECTED is printed; what was never written is NaN."""
+    read, or RACE DETECTED is printed; what was never written is NaN.
+
+    Args:
+      **options: of `pltpu.InterpretParams`.
+    """
     compiled = lambda kernel, *arrays, **options: kernel(*arrays, **options, interpret=False)  # noqa: E731
     monkeypatch.setattr(module, "compiled_or_interpreted", compiled)
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)):
+    simulated = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores, **options)
+    with pltpu.force_tpu_interpret_mode(simulated):
         yield
 
 

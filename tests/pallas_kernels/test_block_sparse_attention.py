@@ -129,6 +129,12 @@ class TestPallasTpuResident(TpuAttentionTest):
         jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "simulated"), actual, expected)
 
     @pytest.mark.slow
+    def test_the_same_bits_whenever_copies_arrive_and_whichever_window_is_first(self, monkeypatch):
+        late, _ = self.simulated(True, 2, slots_module, monkeypatch)
+        at_once, _ = self.simulated(True, 2, slots_module, monkeypatch, dma_execution_mode="eager", random_seed=5)
+        jax.tree.map(np.testing.assert_array_equal, late, at_once)
+
+    @pytest.mark.slow
     @pytest.mark.parametrize("bug", COPIES)
     def test_the_simulation_notices_a_bug_in_the_copies(self, bug, monkeypatch, capfd):
         broken = with_bug(slots_module, *COPIES[bug])
@@ -137,7 +143,7 @@ class TestPallasTpuResident(TpuAttentionTest):
         alike = [np.allclose(a, e, atol=1e-4) for a, e in zip(*map(jax.tree.leaves, (actual, expected)), strict=True)]
         assert "RACE DETECTED" in capfd.readouterr().out or not all(alike)
 
-    def simulated(self, bounded: bool, cores: int, slots, monkeypatch):
+    def simulated(self, bounded: bool, cores: int, slots, monkeypatch, **options):
         """Attention and gradients by the compiled kernels with these `slots`, and by the definition."""
         inputs, static = random_inputs(Shape(tokens=56, m=8, num_context=7, d=8, count=4, bounded=bounded))
         layout = Layout(tile=16, windows=2 + cores, tokens=24, groups=1, heads=2, d=8, cores=cores)
@@ -145,7 +151,7 @@ class TestPallasTpuResident(TpuAttentionTest):
         for module, function in ((resident_kernels, token), (slots, row_of_tokens)):
             interpreted = lambda *arguments, function=function: function(*arguments[:-1], True)  # noqa: E731
             monkeypatch.setattr(module, function.__name__, interpreted)
-        with as_compiled(resident, monkeypatch, cores):
+        with as_compiled(resident, monkeypatch, cores, **options):
             actual = jax.block_until_ready(jax.jit(lambda x: attention_and_gradients(x, static, "few"))(inputs))
         return actual, evaluate(inputs, static, "reference")
 
