@@ -259,6 +259,17 @@ def costs_of(program: Program, folder: Path) -> list[Cost]:
     return [Cost(part(op), cycles(op.name), moved(op), times) for op, times in found if not is_kernel(op)]
 
 
+def costs_in(folder: Path) -> list[Cost]:
+    """Of the one program whose compiler has written into the folder."""
+    (text,) = folder.glob("*TLP-hlo.txt")
+    return costs_of(parse(text.read_text(encoding="utf-8")), folder)
+
+
+def bundles_around_kernels(folder: Path) -> int:
+    """Of the same program, all but its attention kernels, on one core."""
+    return sum(cost.cycles * cost.times for cost in costs_in(folder))
+
+
 def _called(operation: Operation) -> str:
     return operation.attribute("calls") or ""
 
@@ -287,8 +298,7 @@ def measured(chip: str, layer: str, m: int | None, length: int, rows: int = 1) -
             folder = Path(root, "dump")
             shape = {"name": name, "m": m, "length": length, "rows": rows}
             aot.compile_apart(chip, "benchmarks.compiled_layer:case", shape, dump_to=folder)
-            (text,) = folder.glob("*TLP-hlo.txt")
-            for cost in costs_of(parse(text.read_text(encoding="utf-8")), folder):
+            for cost in costs_in(folder):
                 parts[cost.part] = parts.get(cost.part, 0.0) + cost.nanoseconds(TPUS[chip]) / (rows * length)
     ordered = dict(sorted(parts.items(), key=lambda item: -item[1]))
     return {"chip": chip, "layer": layer, "m": m, "length": length, "rows": rows, "parts": ordered}

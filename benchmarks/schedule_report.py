@@ -34,6 +34,14 @@ def report(record: dict[str, Any]) -> str:
         "meets every pair, chosen or not. One core, bfloat16.",
         table(record["rows"]),
     ]
+    if record.get("operation"):
+        heads = ["chip", "kernels, forward + backward", "all that surrounds them", "together", "around, share"]
+        parts += [
+            "## The whole operation",
+            "Bundles a pair of one core, both passes of 8,192 tokens with 8 of 128 resources each, tables included. "
+            "Operations that wait for HBM take longer than that: [whole layers](compiled_layer.md) count it.",
+            plain_table(heads, "lrrrr", operation(record)),
+        ]
     if found := targets(record["rows"]):
         heads = ["target", "chip", "wanted", "found", "", "what binds"]
         parts += ["## Targets", plain_table(heads, "llllll", found)]
@@ -53,6 +61,19 @@ def table(rows: list[Row]) -> str:
         cells += [f"{row[name]:.2f}" for name in ("nanoseconds", "mxu_nanoseconds", "hbm_nanoseconds")]
         lines.append([*cells, f"{row['teraflops']:.0f}", f"{row['share_of_peak']:.0%}", limit(row)])
     return plain_table(heads, "lll" + "r" * (len(heads) - 4) + "l", lines)
+
+
+def operation(record: dict[str, Any]) -> list[list[str]]:
+    """One line a chip: the `resident` kernels' bundles a pair, and those of all else."""
+    lines = []
+    for row in record["operation"]:
+        pair = chosen(record["rows"], row["chip"], m=128, d=128, heads=8, tile=512)
+        if len(pair) < 2:
+            continue
+        kernels, around = sum(each["bundles_a_pair"] for each in pair.values()), row["bundles_a_pair"]
+        both = kernels + around
+        lines.append([row["chip"], f"{kernels:.2f}", f"{around:.2f}", f"{both:.2f}", f"{around / both:.0%}"])
+    return lines
 
 
 def targets(rows: list[Row]) -> list[list[str]]:

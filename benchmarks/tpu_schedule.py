@@ -4,7 +4,8 @@
 
 Needs libtpu (extra `aot`). A core issues one bundle a cycle, in order: the bundles of a steady step of the grid, over
 the pairs of the step, are modelled cycles a pair. The model leaves out memory stalls, bank conflicts and the steps that
-begin and end something. It stands beside two limits: the FLOPs at the matrix units' peak, and the bytes at HBM's.
+begin and end something. It stands beside two limits: the FLOPs at the matrix units' peak, and the bytes at HBM's. With
+--operation the whole operation is compiled too, and what it runs beside its kernels is set beside theirs.
 
 A pair is one token and the m keys of one resource, all heads: 4mD FLOPs forward and 10mD backward, D = H d. Splash
 attention is counted in the same pairs: a step of T queries, T keys and one head is T T / (m H) of them.
@@ -24,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from absl import flags
 
+from benchmarks.compiled_layer import bundles_around_kernels
 from benchmarks.schedule_report import report
 from experiments.program import command_line, publish, start
 from pallas_kernels import aot, block_sparse_attention, schedule
@@ -101,6 +103,9 @@ SHAPES = {
 }
 """`short` and `shortest` tiles, of `long` resources too; `long`, `longest` and `small` resources, `wide` and `narrow`
 heads, `double` width."""
+OPERATION = {"tokens": 8192, "experts": 64, "rows": 512}
+"""The whole operation at the headline's sizes: 64 chunks and 64 experts, 512 pairs each, 8 a token."""
+OPERATION_PAIRS = 8 * 8192
 COSTS = Path(block_sparse_attention.__file__).parent / "tpu" / "costs.json"
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 COST_TABLES = ("tpu_schedule", "tpu_schedule_tiles", "tpu_schedule_paths")
@@ -280,6 +285,17 @@ def measured(chip: str, kernels: Iterable[Kernel], shape: Shape) -> tuple[list[d
     return rows, refused
 
 
+def around(chip: str) -> dict[str, Any]:
+    """Bundles a pair, both passes, of all that one core runs for the whole operation beside its attention kernels."""
+    options = OPERATION | {name: getattr(HEADLINE, name) for name in ("m", "d", "heads")}
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root, "dump")
+        aot.compile_apart(chip, f"{CASES}.chip_cases:attention", options, dump_to=folder)
+        bundles = bundles_around_kernels(folder)
+    # Of what the cores of a device divide, each has its part.
+    return {"chip": chip, "bundles_a_pair": bundles * TPUS[chip].device_cores / OPERATION_PAIRS}
+
+
 def key(row: dict[str, Any]) -> str:
     """A row's name in the golden file."""
     sizes = ", ".join(f"{name} {row[name]}" for name in Shape._fields)
@@ -356,6 +372,7 @@ def define_flags() -> None:
         message = f"--{flag}: there are {', '.join(known)}"
         flags.register_validator(flag, lambda given, known=known: set(given) <= set(known), message)
     flags.DEFINE_string("output", None, "JSON file to write, and a .md beside it.")
+    flags.DEFINE_bool("operation", False, "Also what surrounds the kernels, at the headline's sizes; minutes a chip.")
     flags.DEFINE_bool("golden", False, f"Write {GOLDEN.name}, which the AOT tests compare with.")
     flags.DEFINE_bool("costs", False, f"Write {COSTS.name}, by which TPUs choose, from committed tables; no more.")
 
@@ -371,6 +388,7 @@ def main() -> None:
         "command": command_line("benchmarks.tpu_schedule"),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
         "rows": rows,
+        "operation": [around(chip) for chip in FLAGS.chips if FLAGS.operation],
         "refused": refused,
     }
     publish(record, report(record), FLAGS.output)

@@ -115,6 +115,12 @@ class TestCompiler:
         ]
         assert "v5e gathered forward: m 128, d 128, heads 8, tile 512: out of memory" in capsys.readouterr().err
 
+    @pytest.mark.parametrize(("chip", "cores"), [("v5e", 1), ("v5p", 2)])
+    def test_what_surrounds_the_kernels_is_counted_for_one_core(self, chip, cores, monkeypatch):
+        monkeypatch.setattr(aot, "compile_apart", lambda *arguments, dump_to: dump_to.mkdir())
+        monkeypatch.setattr(tpu_schedule, "bundles_around_kernels", lambda folder: 8 * 8192 * folder.is_dir())
+        assert tpu_schedule.around(chip) == {"chip": chip, "bundles_a_pair": cores}
+
 
 class TestReport:
     def rows(self, cycles: int) -> list[dict]:
@@ -144,6 +150,15 @@ class TestReport:
         rows = [row(cycles=5120), *(row(cycles=512) | {"kernel": name} for name in ("splash", "gathered"))]
         assert schedule_report.chosen(rows, "v5e", m=128, d=128, tile=512)["forward"] is rows[0]
         assert schedule_report.chosen(rows, "v5p", m=128, d=128, tile=512) == {}
+
+    def test_what_surrounds_the_kernels_stands_beside_them(self):
+        around = [{"chip": chip, "bundles_a_pair": 5.0} for chip in ("v5e", "v5p")]
+        rows = [row(cycles=5120), row(direction="backward", cycles=2560), row("v5p")]
+        assert schedule_report.operation({"rows": rows, "operation": around}) == [
+            ["v5e", "15.00", "5.00", "20.00", "25%"]  # of a v5p one pass is missing
+        ]
+        record = {"command": "this", "versions": {}, "rows": rows, "operation": around, "refused": []}
+        assert "| v5e | 15.00 | 5.00 | 20.00 | 25% |" in schedule_report.report(record)
 
     def test_the_report_ends_with_its_command(self):
         record = {"command": "python -m this", "versions": {"libtpu": "1"}, "rows": self.rows(5120), "refused": []}

@@ -8,7 +8,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from benchmarks import compiled_layer
+from benchmarks.compiled_layer import bundles_around_kernels
 from pallas_kernels import aot
 
 FILE = Path(__file__).with_name("golden.json")
@@ -16,13 +16,6 @@ COMMAND = "python -m tests.pallas_kernels.golden"
 CASE = "tests.pallas_kernels.chip_cases:attention"
 SHAPE = {"tokens": 1024, "heads": 8, "d": 128, "m": 128, "experts": 8, "rows": 512}
 CHIP = "v5e"
-
-
-def bundles_around_kernels(folder: Path) -> int:
-    """Of the whole operation, both passes, out of what its compiler has written."""
-    (text,) = folder.glob("*TLP-hlo.txt")
-    costs = compiled_layer.costs_of(compiled_layer.parse(text.read_text(encoding="utf-8")), folder)
-    return sum(cost.cycles * cost.times for cost in costs)
 
 
 def main() -> None:
