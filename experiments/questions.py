@@ -25,25 +25,16 @@ from typing import NamedTuple
 import numpy as np
 from absl import flags
 
-from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig, to_dict
-from aamoe_jax.data import dataset_metadata, documents_of, ensure_prepared, load_tokenizer
+from aamoe_jax.config import ConfigError, DataConfig, ExperimentConfig
+from aamoe_jax.data import documents_of, ensure_prepared, load_tokenizer
 from aamoe_jax.evaluation.choices import Item, log_probabilities
 from aamoe_jax.evaluation.perplexity import causal_budget
 from aamoe_jax.markdown import table
 from aamoe_jax.model import Skipped, structure
-from aamoe_jax.training.checkpoints import load_checkpoint
+from aamoe_jax.training.checkpoints import Checkpoint
 from experiments.judge import Difference, difference
 from experiments.program import command_line, publish, start
-from experiments.runs import (
-    Result,
-    comparison,
-    keep,
-    kept_as,
-    refuse_other_result,
-    seeds_of,
-    train_whole,
-    with_training,
-)
+from experiments.runs import Result, comparison, once, seeds_of, with_training
 from experiments.studies import STUDIES, Study, configs, define_run_flags, define_stack_flags, folder_of, part_of
 
 FLAGS = flags.FLAGS
@@ -203,35 +194,25 @@ def answer(
       ConfigError: what lies in `folder` is of another experiment.
       StoppedError: a signal stopped the training.
     """
-    path = kept_as(folder, f"questions_{kind}_{len(asked)}", skipped)
-    if path.exists():
-        result = json.loads(path.read_text())
-        refuse_other_result(result, config, 0, path)
-        return result
-    train_whole(config, folder)
-    checkpoint = load_checkpoint(folder)
-    log_p = log_probabilities(
-        structure(config.model, skipped),
-        checkpoint.params,
-        [question.item for question in asked],
-        load_tokenizer(config.data.tokenizer),
-        budget=causal_budget(config.model),
-        length=config.data.seq_len,
-        batch_size=BATCH_SIZE,
-    )
-    right = [int(np.argmax(one)) == question.item.answer for one, question in zip(log_p, asked, strict=True)]
-    of = [question.document for question in asked]
-    ((dataset, _),) = config.data.mixture
-    about = {
-        "seed": config.training.seed,
-        "accuracy": statistics.mean(map(float, right)),
-        "documents": np.stack([np.bincount(of, right).astype(int), np.bincount(of)], axis=1).tolist(),
-        "eval_batches": 0,
-        "corpus_digest": dataset_metadata(config.data, dataset)["corpus_digest"],
-        "versions": checkpoint.metadata["versions"],
-        "config": to_dict(config),
-    }
-    return keep(about, path)
+
+    def answered(checkpoint: Checkpoint) -> Result:
+        log_p = log_probabilities(
+            structure(config.model, skipped),
+            checkpoint.params,
+            [question.item for question in asked],
+            load_tokenizer(config.data.tokenizer),
+            budget=causal_budget(config.model),
+            length=config.data.seq_len,
+            batch_size=BATCH_SIZE,
+        )
+        right = [int(np.argmax(one)) == question.item.answer for one, question in zip(log_p, asked, strict=True)]
+        of = [question.document for question in asked]
+        return {
+            "accuracy": statistics.mean(map(float, right)),
+            "documents": np.stack([np.bincount(of, right).astype(int), np.bincount(of)], axis=1).tolist(),
+        }
+
+    return once(config, folder, f"questions_{kind}_{len(asked)}", answered, skipped=skipped)
 
 
 def conduct(

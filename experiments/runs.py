@@ -125,19 +125,51 @@ def run(
       ConfigError: what lies in `run_dir` is of another experiment.
       StoppedError: a signal stopped the training.
     """
-    path = kept_as(run_dir, "result", skipped)
+
+    def on_test(checkpoint: Checkpoint) -> Result:
+        return measure(checkpoint, config, run_dir, eval_batches, more, skipped)
+
+    return once(config, run_dir, "result", on_test, eval_batches=eval_batches, skipped=skipped)
+
+
+def once(
+    config: ExperimentConfig,
+    run_dir: Path,
+    name: str,
+    measured: Callable[[Checkpoint], Result],
+    *,
+    eval_batches: int = 0,
+    skipped: frozenset[Skipped] = frozenset(),
+) -> Result:
+    """What is measured of a run, which is trained if it has not been; or what an earlier call has left in its folder.
+
+    Args:
+      name: of the file, to which the layers or mixers that are skipped add theirs.
+      eval_batches: that the result is of; 0: all.
+
+    Raises:
+      ConfigError: what lies in `run_dir` is of another experiment.
+      StoppedError: a signal stopped the training.
+    """
+    without = "_without_" + "_".join(sorted(map(str, skipped))) if skipped else ""
+    path = run_dir / f"{name}{without}.json"
     if path.exists():
         result = json.loads(path.read_text())
         refuse_other_result(result, config, eval_batches, path)
         return result
     train_whole(config, run_dir)
-    return keep(measure(run_dir, config, eval_batches, more, skipped), path)
-
-
-def kept_as(run_dir: Path, name: str, skipped: frozenset[Skipped]) -> Path:
-    """The file of a result that was measured without some layers or mixers."""
-    without = "_without_" + "_".join(sorted(map(str, skipped))) if skipped else ""
-    return run_dir / f"{name}{without}.json"
+    checkpoint = load_checkpoint(run_dir)
+    ((dataset, _),) = config.data.mixture
+    about = {
+        "seed": config.training.seed,
+        "steps": checkpoint.step,
+        "eval_batches": eval_batches,
+        "corpus_digest": dataset_metadata(config.data, dataset)["corpus_digest"],
+        "versions": checkpoint.metadata["versions"],
+        "device": jax.devices()[0].device_kind,
+        "config": to_dict(config),
+    }
+    return keep(about | measured(checkpoint), path)
 
 
 def validate(config: ExperimentConfig, run_dir: Path) -> float:
@@ -148,23 +180,12 @@ def validate(config: ExperimentConfig, run_dir: Path) -> float:
       ConfigError: what lies in `run_dir` is of another experiment.
       StoppedError: a signal stopped the training.
     """
-    path = run_dir / "validation.json"
-    if path.exists():
-        result = json.loads(path.read_text())
-        refuse_other_result(result, config, 0, path)
-    else:
-        train_whole(config, run_dir)
-        evaluation = _evaluated(load_checkpoint(run_dir), config, "validation", 0, frozenset())[0]
-        ((dataset, _),) = config.data.mixture
-        about = {
-            "bits_per_byte": evaluation.bits_per_byte,
-            "documents": None,
-            "eval_batches": 0,
-            "corpus_digest": dataset_metadata(config.data, dataset)["corpus_digest"],
-            "config": to_dict(config),
-        }
-        result = keep(about, path)
-    return result["bits_per_byte"]
+
+    def on_validation(checkpoint: Checkpoint) -> Result:
+        evaluation = _evaluated(checkpoint, config, "validation", 0, frozenset())[0]
+        return {"bits_per_byte": evaluation.bits_per_byte, "documents": None}
+
+    return once(config, run_dir, "validation", on_validation)["bits_per_byte"]
 
 
 def train_whole(config: ExperimentConfig, run_dir: Path) -> None:
@@ -211,30 +232,26 @@ def refuse_other_result(result: Result, config: ExperimentConfig, eval_batches: 
 
 
 def measure(
-    run_dir: Path, config: ExperimentConfig, eval_batches: int, more: More | None, skipped: frozenset[Skipped]
+    checkpoint: Checkpoint,
+    config: ExperimentConfig,
+    run_dir: Path,
+    eval_batches: int,
+    more: More | None,
+    skipped: frozenset[Skipped],
 ) -> Result:
-    """The result of a finished run: its newest checkpoint on the test split, under causal budgets."""
-    checkpoint = load_checkpoint(run_dir)
+    """A finished run on the test split, under causal budgets."""
     evaluation, batches, tokenizer = _evaluated(checkpoint, config, "test", eval_batches, skipped)
     inputs, budget = (structure(config.model, skipped), checkpoint.params), causal_budget(config.model)
-    ((dataset, _),) = config.data.mixture
     budgets = budget_use(*inputs, batches[:BUDGET_BATCHES], budget=budget) if "spent" in evaluation.statistics else None
     counts = sum(batch["loss_mask"].sum(0) for batch in batches)
     speeds = [record["tokens_per_second"] for record in read_metrics(run_dir) if record["kind"] == "train"]
     return {
-        "seed": config.training.seed,
-        "steps": checkpoint.step,
         "bits_per_byte": evaluation.bits_per_byte,
         "nats_per_token": evaluation.nats_per_token,
         "tokens_per_second": statistics.median(speeds),
         "evaluation": evaluation.to_dict(),
         "documents": by_document(np.asarray(evaluation.nll_by_target), batches, tokenizer),
         "budgets": budgets,
-        "eval_batches": eval_batches,
-        "corpus_digest": checkpoint.metadata["datasets"][dataset]["corpus_digest"],
-        "versions": checkpoint.metadata["versions"],
-        "device": jax.devices()[0].device_kind,
-        "config": to_dict(config),
         **(more(config, evaluation, counts) if more else {}),
     }
 

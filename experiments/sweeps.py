@@ -13,40 +13,27 @@ OUTPUT.json, OUTPUT.md and OUTPUT.png.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-import jax
 import numpy as np
 from absl import flags
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from aamoe_jax.analysis.pictures import RUN_COLOURS, picture
-from aamoe_jax.config import ConfigError, ExperimentConfig, to_dict
-from aamoe_jax.data import dataset_metadata, ensure_prepared, load_tokenizer
+from aamoe_jax.config import ConfigError, ExperimentConfig
+from aamoe_jax.data import ensure_prepared, load_tokenizer
 from aamoe_jax.evaluation.perplexity import Evaluator, causal_budget
 from aamoe_jax.evaluation.sweeps import BUDGET_SCALES, LENGTH_FACTORS, held_out
 from aamoe_jax.markdown import table
 from aamoe_jax.model import Skipped, structure
-from aamoe_jax.training.checkpoints import load_checkpoint
+from aamoe_jax.training.checkpoints import Checkpoint
 from experiments.judge import FEWEST_SEEDS, Difference
 from experiments.program import command_line, publish, start
-from experiments.runs import (
-    Result,
-    by_document,
-    comparison,
-    keep,
-    kept_as,
-    positive_numbers,
-    refuse_other_result,
-    seeds_of,
-    train_whole,
-    with_training,
-)
+from experiments.runs import Result, by_document, comparison, once, positive_numbers, seeds_of, with_training
 from experiments.studies import (
     STUDIES,
     Study,
@@ -62,6 +49,7 @@ FLAGS = flags.FLAGS
 Sweep = Literal["budget", "length"]
 POINTS: Mapping[Sweep, Sequence[float]] = {"budget": BUDGET_SCALES, "length": LENGTH_FACTORS}
 BATCH_SIZE = 8
+FIGURES = ("bits_per_byte", "flops_per_token", "spent", "tokens")
 Points = Mapping[float, Sequence[Result]]
 """Of one variant: one result per seed, by budget scale or by length in training lengths."""
 
@@ -96,41 +84,27 @@ def measure(
     """
     if sweep == "budget" and not config.model.layers_of("aamoe"):
         points = (1.0,)
-    path = kept_as(folder, f"{sweep}_sweep_{'_'.join(f'{point:g}' for point in points)}", skipped)
-    if path.exists():
-        result = json.loads(path.read_text())
-        refuse_other_result(result, config, eval_batches, path)
-        return result
-    train_whole(config, folder)
-    checkpoint, tokenizer = load_checkpoint(folder), load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer)
     ((dataset, _),) = config.data.mixture
-    largest = max(points) if sweep == "budget" else 1.0
-    evaluate = Evaluator(
-        structure(config.model, skipped), config.model, budget=causal_budget(config.model), max_budget_scale=largest
-    )
-    found = []
-    for point in points:
-        scale, factor = (point, 1.0) if sweep == "budget" else (1.0, point)
-        length = factor * config.data.seq_len
-        batches = held_out(
-            config.data, dataset, "test", length=length, batch_size=BATCH_SIZE, max_batches=eval_batches or None
-        )
-        evaluation = evaluate(checkpoint.params, batches, tokenizer.byte_lengths, budget_scale=scale)
-        documents = by_document(np.asarray(evaluation.nll_by_target), batches, tokenizer)
-        figures = {name: getattr(evaluation, name) for name in ("bits_per_byte", "flops_per_token", "spent", "tokens")}
-        found.append({"point": point, **figures, "documents": documents})
-        print(f"   {point:g} times the {sweep}: {evaluation.bits_per_byte:.4f} bits per byte", flush=True)
-    about = {
-        "seed": config.training.seed,
-        "points": found,
-        "documents": len(found[0]["documents"]),
-        "eval_batches": eval_batches,
-        "corpus_digest": dataset_metadata(config.data, dataset)["corpus_digest"],
-        "versions": checkpoint.metadata["versions"],
-        "device": jax.devices()[0].device_kind,
-        "config": to_dict(config),
-    }
-    return keep(about, path)
+
+    def swept(checkpoint: Checkpoint) -> Result:
+        largest = max(points) if sweep == "budget" else 1.0
+        graphdef, budget = structure(config.model, skipped), causal_budget(config.model)
+        evaluate = Evaluator(graphdef, config.model, budget=budget, max_budget_scale=largest)
+        found = []
+        for point in points:
+            scale, factor = (point, 1.0) if sweep == "budget" else (1.0, point)
+            length, part = factor * config.data.seq_len, eval_batches or None
+            batches = held_out(config.data, dataset, "test", length=length, batch_size=BATCH_SIZE, max_batches=part)
+            evaluation = evaluate(checkpoint.params, batches, tokenizer.byte_lengths, budget_scale=scale)
+            documents = by_document(np.asarray(evaluation.nll_by_target), batches, tokenizer)
+            figures = {name: getattr(evaluation, name) for name in FIGURES}
+            found.append({"point": point, **figures, "documents": documents})
+            print(f"   {point:g} times the {sweep}: {evaluation.bits_per_byte:.4f} bits per byte", flush=True)
+        return {"points": found, "documents": len(found[0]["documents"])}
+
+    name = f"{sweep}_sweep_{'_'.join(f'{point:g}' for point in points)}"
+    return once(config, folder, name, swept, eval_batches=eval_batches, skipped=skipped)
 
 
 def conduct(

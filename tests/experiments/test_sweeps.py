@@ -14,7 +14,7 @@ from aamoe_jax.evaluation.perplexity import Evaluator
 from aamoe_jax.evaluation.sweeps import UnfitLengthError
 from aamoe_jax.model import structure
 from aamoe_jax.training.checkpoints import load_checkpoint
-from experiments import sweeps
+from experiments import runs, sweeps
 from experiments.studies import Study, Variant
 from tests.experiments.test_local_context import tiny_experiment
 
@@ -89,7 +89,7 @@ def test_nothing_is_evaluated_twice_and_other_text_is_refused(swept, folder, exp
     sweep, found = swept
     config = from_dict(type(experiments["routed"]), found["routed"][0]["config"])
     run = folder / f"runs/routed-{config.optimizer.learning_rate:g}-0"
-    monkeypatch.setattr(sweeps, "load_checkpoint", None)
+    monkeypatch.setattr(runs, "load_checkpoint", None)
     assert sweeps.measure(config, run, sweep, POINTS[sweep], 0) == found["routed"][0]
     with pytest.raises(ConfigError, match=r"is of another experiment \(--eval_batches: 0 -> 3\)"):
         sweeps.measure(config, run, sweep, POINTS[sweep], 3)
