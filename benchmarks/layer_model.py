@@ -4,7 +4,7 @@
 
 Modelled nanoseconds a token of one layer, forward and backward, on one device. Nothing was measured. Most of it is
 what the TPU compilers made of both layers (`benchmarks.compiled_layer`); splash attention and the kernel of chosen
-resources are their own schedule (`benchmarks.tpu_schedule`) times CALIBRATION, the latter over the fill of its tiles
+resources are their own schedule (`benchmarks.tpu_schedule`) times OVER_SCHEDULE, the latter over the fill of its tiles
 besides, and what it does around a window of tokens, its copies to and from fast memory among it, is added in full:
 nothing runs beside that. The two cores of a v5p device divide what DIVIDED says. The layers are not of equal quality:
 `beta` resources of m keys or neurons a token, the first of them its local window, stand beside all earlier tokens and
@@ -19,7 +19,7 @@ from typing import Any
 
 from absl import flags
 
-from aamoe_jax.preflight.closed_form import routed_problem
+from aamoe_jax.preflight.closed_form import OVER_SCHEDULE, routed_problem
 from benchmarks import measure
 from benchmarks.compiled_layer import config
 from benchmarks.tpu_schedule import RESULTS
@@ -30,9 +30,6 @@ from pallas_kernels.chips import TPUS, Chip
 
 FLAGS = flags.FLAGS
 
-CALIBRATION = 1.35
-"""What a chip takes over what its schedule says: an assumption, from one kernel. Splash attention's forward pass was
-measured at 257 TFLOP/s on a tpu7x core (8192 tokens, d = 128) by its authors; schedules of it say 1.35 to 1.4 times."""
 DIVIDED = {"resident": ("forward", "backward"), "splash": ("forward",)}
 """Passes that the cores of a device divide. The grid of splash attention's backward pass has no parallel dimension."""
 GROUPS = {
@@ -94,8 +91,8 @@ def routed(chip: str, m: int, length: int, kernel: dict[int, float], rows: int =
     # Both kinds of query in, the output in and out in float32; both with the output's gradient in, the local window's
     # gradient of the query in, in float32, and those of both out.
     moved = WIDTH * (2 * 2 + 2 * 4 + 2 * 2 * 2 + 4 + 2 * 2)
-    around = movement(TPUS[chip], moved) + CALIBRATION * 1e9 * AROUND / (TPUS[chip].clock * TPUS[chip].device_cores)
-    return max(pairs * CALIBRATION * issue, movement(TPUS[chip], table / window)) + around
+    around = movement(TPUS[chip], moved) + OVER_SCHEDULE * 1e9 * AROUND / (TPUS[chip].clock * TPUS[chip].device_cores)
+    return max(pairs * OVER_SCHEDULE * issue, movement(TPUS[chip], table / window)) + around
 
 
 def grouped(parts: dict[str, float]) -> dict[str, float]:
@@ -118,7 +115,7 @@ def model(schedule: list[dict[str, Any]], compiled: list[dict[str, Any]]) -> lis
             continue
         ours = grouped(parts) | {"attention": chosen}
         issue = min(splash.values())
-        theirs = grouped(dense[chip, rows * length]) | {"attention": CALIBRATION * issue * length / SPLASH_KEYS / 2}
+        theirs = grouped(dense[chip, rows * length]) | {"attention": OVER_SCHEDULE * issue * length / SPLASH_KEYS / 2}
         speed_up = sum(theirs.values()) / sum(ours.values())
         shape = {"chip": chip, "m": m, "length": length, "rows": rows}
         found.append({**shape, "aamoe": ours, "dense": theirs, "speed_up": speed_up})
@@ -142,7 +139,7 @@ def report(record: dict[str, Any]) -> str:
         "and scaled with m so that there are as many keys) against dense flash attention and a feed-forward of width "
         f"{4 * WIDTH}, rows of L tokens. Modelled from what the compilers made of both, not "
         "measured: splash attention and the kernel of chosen resources by their schedules times "
-        f"{CALIBRATION:g}, the latter with its tiles as full as pairs that are spread evenly make them, and copies "
+        f"{OVER_SCHEDULE:g}, the latter with its tiles as full as pairs that are spread evenly make them, and copies "
         "and loops around a window added in full; everything else by its listing, or at HBM's bandwidth. `tables` is "
         "what surrounds the kernel of chosen resources, `choice` router, selection and budget. A v5p device has two "
         "cores, which divide both kernels, but for splash attention's backward pass. The two layers are not of equal "

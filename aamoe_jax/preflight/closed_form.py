@@ -29,6 +29,12 @@ SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 CHOICE_RATE = {"v5e": 0.79, "v5p": 0.75, "v6e": 0.26, "tpu7x": 0.28}
 """Share of the matrix units' peak that the kernels of the pooled router reach by their schedules, in heads of 128
 (`tests/pallas_kernels/test_aot_choice.py`)."""
+SPLASH_RATE = {"v5e": (0.74, 0.97), "v5p": (0.69, 0.45), "v6e": (0.22, 0.39), "tpu7x": (0.23, 0.36)}
+"""The same of dense attention by JAX's kernels, in the forward and the backward pass; the grid of the backward pass has
+no parallel dimension, so that one core of a v5p does it (`experiments/results/tpu_schedule.md`)."""
+OVER_SCHEDULE = 1.35
+"""What a chip takes over what its schedule says: an assumption, from one kernel. Splash attention's forward pass was
+measured at 257 TFLOP/s on a tpu7x core (8192 tokens, d = 128) by its authors; schedules of it say 1.35 to 1.4 times."""
 PATHS = {"block_sparse_attention": "resident", "gathered": "gathered", "dense_attention": "dense"}
 """How the kernels of a path are called, and the path."""
 
@@ -39,7 +45,7 @@ class KernelWork:
 
     flops: float
     seconds: float
-    """Modelled from the committed schedules, and of dense attention from the chip's peak; a chip takes longer."""
+    """Modelled from the committed schedules, and OVER_SCHEDULE."""
 
 
 def step_flops(config: ExperimentConfig, tokens: int, mode: Mode) -> float:
@@ -74,17 +80,27 @@ def kernel_work(
       shards: of the mesh. All cores of a device run its kernels, as far as there is work for them.
       tokens: those of a step, over the number of devices.
     """
-    routed, dense = _routed(config, piece, shards, tokens, mode, kernels), splash_flops(config, tokens, kernels)
     choice = sum(kernel.flops for kernel in kernels if kernel.name.startswith("choice_"))
-    seconds = routed.seconds + (dense + choice / CHOICE_RATE[piece.chip]) / piece.device.flops
-    return KernelWork(routed.flops + dense + choice, seconds)
+    parts = [
+        _routed(config, piece, shards, tokens, mode, kernels),
+        _dense(config, piece, tokens, kernels),
+        KernelWork(choice, choice / (CHOICE_RATE[piece.chip] * piece.device.flops)),
+    ]
+    return KernelWork(sum(part.flops for part in parts), OVER_SCHEDULE * sum(part.seconds for part in parts))
 
 
-def splash_flops(config: ExperimentConfig, tokens: float, kernels: Sequence[Kernel]) -> float:
+def _dense(config: ExperimentConfig, piece: Slice, tokens: float, kernels: Sequence[Kernel]) -> KernelWork:
     """Of dense attention in rows of one document, the blocks of the diagonal whole. Windows count as whole rows."""
-    length, width = config.data.seq_len, config.model.d_model
-    products = sum(kernel.times * SPLASH[name] for kernel in kernels for name in SPLASH if kernel.name.startswith(name))
-    return products * tokens * 2 * width * (length + min(TILES[0], length)) / 2
+    length, (forward, backward) = config.data.seq_len, SPLASH_RATE[piece.chip]
+    product = tokens * 2 * config.model.d_model * (length + min(TILES[0], length)) / 2
+    flops = seconds = 0.0
+    for kernel in kernels:
+        for name, products in SPLASH.items():
+            if kernel.name.startswith(name):
+                flops += kernel.times * products * product
+                rate = forward if name == "splash_mha_fwd" else backward
+                seconds += kernel.times * products * product / (rate * piece.device.flops)
+    return KernelWork(flops, seconds)
 
 
 def _routed(
