@@ -14,9 +14,9 @@ from aamoe_jax.preflight.summary import Summary
 
 MODEL_NOTE = (
     "Memory, products, bytes and collectives are read from the compiler's program. Times are modelled, not measured: "
-    f"each limit at its peak, kernels by {OVER_SCHEDULE} times their committed schedules with all budgets spent, in tiles "
-    "as full as pairs that are spread evenly make them, `best` where all overlap, `step` where nothing does; MFU, tokens "
-    "and days go by `step`, the second MFU by `best`. Sorts, gathers and vector work are in no limit."
+    f"each limit at its peak, kernels by {OVER_SCHEDULE} times their committed schedules with all budgets spent, in "
+    "tiles as full as pairs that are spread evenly make them, `best` where all overlap, `step` where nothing does; "
+    "MFU, tokens and days go by `step`, the second MFU by `best`. Sorts, gathers and vector work are in no limit."
 )
 OVERVIEW = ["topology", "chips", "mesh d f r t", "memory GiB", "of", "compute ms", "HBM ms", "ICI ms", "DCN ms"]
 OVERVIEW += ["best ms", "step ms", "MFU", "at best", "tokens/s/chip", "days/10¹²", "bound"]
