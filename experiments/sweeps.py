@@ -21,7 +21,6 @@ from typing import Literal, get_args
 import numpy as np
 from absl import flags
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from aamoe_jax.analysis.pictures import RUN_COLOURS, picture
 from aamoe_jax.config import ConfigError, ExperimentConfig
@@ -211,11 +210,9 @@ def draw(found: Mapping[str, Sequence[Result]], sweep: Sweep, path: str | Path) 
                     axes.plot(*places[-1], "o", color=colour, markersize=9, fillstyle="none")
             axes.plot(*zip(*places, strict=True), "-o", color=colour, markersize=4.5, label=name)
             ticks |= {place for place, _ in places} if sweep == "length" else set()
-        axes.set_xscale("log", base=2)
         if ticks:
-            axes.set_xticks(sorted(ticks))
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)])
         axes.legend(frameon=False)
         axes.set(
             title="Held-out bits per byte; circles: as trained",
