@@ -1,4 +1,4 @@
-"""Held-out loss against FLOPs, from the reports of one study at several sizes (AA-33).
+r"""Held-out loss against FLOPs, from the reports of one study at several sizes (AA-33).
 
     aamoe frontier --report=experiments/results/frontier_64.json --report=experiments/results/main_flops_experts.json \
         --report=experiments/results/frontier_256.json --output=experiments/results/frontier

@@ -1,4 +1,4 @@
-"""Trains and compares the four choices of AAMoEConfig.local.
+r"""Trains and compares the four choices of AAMoEConfig.local.
 
     aamoe local_context --gin_file=quickstart.gin --gin_file=learned_router.gin --steps=600 \
         --seeds=0,1 --output=experiments/results/local_context

@@ -1,4 +1,4 @@
-"""Asks every stack of a study multiple-choice questions out of held-out text (DEC-23).
+r"""Asks every stack of a study multiple-choice questions out of held-out text (DEC-23).
 
     aamoe questions --study=main --gin_file=quickstart.gin --variant=AA-MoE --variant=transformer --seeds=0,1,2 \
         --output=experiments/results/main_questions
@@ -32,6 +32,7 @@ from aamoe_jax.evaluation.perplexity import causal_budget
 from aamoe_jax.markdown import table
 from aamoe_jax.model import Skipped, structure
 from aamoe_jax.training.checkpoints import Checkpoint
+from experiments import studies
 from experiments.judge import Difference, difference
 from experiments.program import command_line, publish, start
 from experiments.runs import Result, comparison, once, seeds_of, with_training
@@ -164,6 +165,7 @@ def define_flags() -> None:
     """The flags of this program."""
     define_stack_flags()
     define_run_flags()
+    flags.adopt_module_key_flags(studies)
     flags.DEFINE_multi_enum("kind", list(KINDS), list(KINDS), "What is asked; all if not given. Repeat it.")
     flags.DEFINE_integer("questions", 200, "Of every kind.", lower_bound=1)
     flags.DEFINE_string(

@@ -1,4 +1,4 @@
-"""Trains models on generated recall tasks, and measures which of them solve them.
+r"""Trains models on generated recall tasks, and measures which of them solve them.
 
     aamoe recall --task=copy --seeds=0,1,2 --output=experiments/results/recall
     aamoe recall --task=mqar --stack=dense --stack=default \

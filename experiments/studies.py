@@ -1,4 +1,4 @@
-"""Trains variants of a model alike, and tests what the papers claim about them.
+r"""Trains variants of a model alike, and tests what the papers claim about them.
 
     aamoe studies --study=hybrids --gin_file=quickstart.gin --steps=600 --seeds=0,1 \
         --output=experiments/results/hybrids

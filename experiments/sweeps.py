@@ -1,4 +1,4 @@
-"""Evaluates every stack of a study at other budgets, or in rows of other lengths.
+r"""Evaluates every stack of a study at other budgets, or in rows of other lengths.
 
     aamoe sweeps --study=main --sweep=length --gin_file=quickstart.gin --variant=AA-MoE --variant='context alone' \
         --seeds=0,1,2 --output=experiments/results/main_length
@@ -30,6 +30,7 @@ from aamoe_jax.evaluation.sweeps import BUDGET_SCALES, LENGTH_FACTORS, held_out
 from aamoe_jax.markdown import table
 from aamoe_jax.model import Skipped, structure
 from aamoe_jax.training.checkpoints import Checkpoint
+from experiments import studies
 from experiments.judge import FEWEST_SEEDS, Difference
 from experiments.program import command_line, publish, start
 from experiments.runs import Result, by_document, comparison, once, positive_numbers, seeds_of, with_training
@@ -57,6 +58,7 @@ def define_flags() -> None:
     """The flags of this program."""
     define_stack_flags()
     define_run_flags()
+    flags.adopt_module_key_flags(studies)
     flags.DEFINE_enum("sweep", None, get_args(Sweep), "What is changed after training.", required=True)
     defaults = "; ".join(f"of `{sweep}` {','.join(map(str, points))}" for sweep, points in POINTS.items())
     flags.DEFINE_list("sweep_points", [], f"Multiples of what it was in training; if not given, {defaults}.")
