@@ -130,7 +130,7 @@ def report(reports: Sequence[Results], names: Sequence[str], command: str, drawn
         for size in reports:
             gap = differ("bits_per_byte", *paired(size[first], size[name]))
             figures = f"{flops(size[name]):,.0f}", str(len(size[name])), f"{bits(size[name]):.4f}"
-            rows.append([name, *figures, "" if name == first else _shown(gap)])
+            rows.append([name, *figures, "" if name == first else str(gap)])
     parts = [
         "# Held-out loss against FLOPs",
         f"    {command}",
@@ -140,17 +140,13 @@ def report(reports: Sequence[Results], names: Sequence[str], command: str, drawn
         table(
             ["variant", "bits per byte saved by twice the FLOPs", f"more than {first}"],
             [
-                [name, _shown(slope(sizes[name])), "" if name == first else _shown(slope(sizes[name], sizes[first]))]
+                [name, str(slope(sizes[name])), "" if name == first else str(slope(sizes[name], sizes[first]))]
                 for name in names
             ],
         ),
         f"![Bits per byte against FLOPs a token]({drawn})",
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _shown(found: Difference) -> str:
-    return f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f})"
 
 
 def draw(reports: Sequence[Results], names: Sequence[str], path: str | Path) -> Figure:

@@ -29,6 +29,9 @@ class Difference(NamedTuple):
     high: float
     of_seeds: tuple[float, ...]
 
+    def __str__(self) -> str:
+        return f"{self.mean:+.4f} ({self.low:+.4f} to {self.high:+.4f})"
+
     def verdict(self, margin: float) -> Verdict:
         """What follows for the claim that it is positive.
 

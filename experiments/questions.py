@@ -35,8 +35,8 @@ from aamoe_jax.training.checkpoints import Checkpoint
 from experiments import studies
 from experiments.judge import Difference, difference
 from experiments.program import command_line, publish, start
-from experiments.runs import Result, comparison, once, seeds_of, with_training
-from experiments.studies import STUDIES, Study, configs, define_run_flags, define_stack_flags, folder_of, part_of
+from experiments.runs import Result, comparison, once, seeds_of
+from experiments.studies import STUDIES, Study, configs, define_run_flags, define_stack_flags, part_of, planned
 
 FLAGS = flags.FLAGS
 CHOICES = 4
@@ -231,13 +231,9 @@ def conduct(
       StoppedError: a signal stopped a training.
     """
     found: dict[str, dict[str, list[Result]]] = {kind: {name: [] for name in study.variants} for kind in asked}
-    for seed in seeds:
-        for name, variant in study.variants.items():
-            print(f"== {name}, seed {seed}", flush=True)
-            config = with_training(experiments[name], seed=seed)
-            folder = folder_of(work_dir, name, variant, config)
-            for kind, each in asked.items():
-                found[kind][name].append(answer(config, folder, kind, each, variant.without))
+    for name, config, folder in planned(study, experiments, seeds, work_dir):
+        for kind, each in asked.items():
+            found[kind][name].append(answer(config, folder, kind, each, study.variants[name].without))
     return found
 
 

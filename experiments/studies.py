@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -433,14 +433,21 @@ def conduct(
       StoppedError: a signal stopped a run.
     """
     results: dict[str, list[Result]] = {name: [] for name in study.variants}
-    # Seed after seed, so that a comparison of all variants exists as early as it can.
+    for name, config, folder in planned(study, experiments, seeds, work_dir):
+        results[name].append(run(config, folder, eval_batches, more=more, skipped=study.variants[name].without))
+    return results
+
+
+def planned(
+    study: Study, experiments: Mapping[str, ExperimentConfig], seeds: Sequence[int], work_dir: Path
+) -> Iterator[tuple[str, ExperimentConfig, Path]]:
+    """Every run of a study: its variant, experiment and folder. Seed after seed, so that a comparison of all variants
+    exists as early as it can."""
     for seed in seeds:
         for name, variant in study.variants.items():
             print(f"== {name}, seed {seed}", flush=True)
             config = with_training(experiments[name], seed=seed)
-            folder = folder_of(work_dir, name, variant, config)
-            results[name].append(run(config, folder, eval_batches, more=more, skipped=variant.without))
-    return results
+            yield name, config, folder_of(work_dir, name, variant, config)
 
 
 def figure(results: Sequence[Result], name: str, layers: Sequence[int] | None = None) -> float:

@@ -31,9 +31,9 @@ from aamoe_jax.markdown import table
 from aamoe_jax.model import Skipped, structure
 from aamoe_jax.training.checkpoints import Checkpoint
 from experiments import studies
-from experiments.judge import FEWEST_SEEDS, Difference
+from experiments.judge import FEWEST_SEEDS
 from experiments.program import command_line, publish, start
-from experiments.runs import Result, by_document, comparison, once, positive_numbers, seeds_of, with_training
+from experiments.runs import Result, by_document, comparison, once, positive_numbers, seeds_of
 from experiments.studies import (
     STUDIES,
     Study,
@@ -41,8 +41,8 @@ from experiments.studies import (
     define_run_flags,
     define_stack_flags,
     differ,
-    folder_of,
     part_of,
+    planned,
 )
 
 FLAGS = flags.FLAGS
@@ -50,8 +50,6 @@ Sweep = Literal["budget", "length"]
 POINTS: Mapping[Sweep, Sequence[float]] = {"budget": BUDGET_SCALES, "length": LENGTH_FACTORS}
 BATCH_SIZE = 8
 FIGURES = ("bits_per_byte", "flops_per_token", "spent", "tokens")
-Points = Mapping[float, Sequence[Result]]
-"""Of one variant: one result per seed, by budget scale or by length in training lengths."""
 
 
 def define_flags() -> None:
@@ -124,12 +122,9 @@ def conduct(
       StoppedError: a signal stopped a training.
     """
     found: dict[str, list[Result]] = {name: [] for name in study.variants}
-    for seed in seeds:
-        for name, variant in study.variants.items():
-            print(f"== {name}, seed {seed}", flush=True)
-            config = with_training(experiments[name], seed=seed)
-            folder = folder_of(work_dir, name, variant, config)
-            found[name].append(measure(config, folder, sweep, points, eval_batches, variant.without))
+    for name, config, folder in planned(study, experiments, seeds, work_dir):
+        skipped = study.variants[name].without
+        found[name].append(measure(config, folder, sweep, points, eval_batches, skipped))
     return found
 
 
@@ -162,8 +157,8 @@ def report(found: Mapping[str, Sequence[Result]], sweep: Sweep, command: str, dr
                     f"{mean(results, 'flops_per_token'):,.0f}",
                     f"{mean(results, 'bits_per_byte'):.4f}",
                     *(f"{result['bits_per_byte']:.4f}" for result in results),
-                    "" if at == 1 else _shown(differ("bits_per_byte", points[1.0], results)),
-                    "" if name == first_name else _shown(differ("bits_per_byte", reference[at], results)),
+                    "" if at == 1 else str(differ("bits_per_byte", points[1.0], results)),
+                    "" if name == first_name else str(differ("bits_per_byte", reference[at], results)),
                 ]
             )
     changed = "budget, that of training = 1" if sweep == "budget" else "tokens per row"
@@ -190,10 +185,6 @@ def report(found: Mapping[str, Sequence[Result]], sweep: Sweep, command: str, dr
         f"![Held-out bits per byte]({drawn})",
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _shown(found: Difference) -> str:
-    return f"{found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f})"
 
 
 def draw(found: Mapping[str, Sequence[Result]], sweep: Sweep, path: str | Path) -> Figure:

@@ -45,7 +45,7 @@ class KernelWork:
 
     flops: float
     seconds: float
-    """Modelled from the committed schedules, and OVER_SCHEDULE."""
+    """Modelled: those of the committed schedules, times OVER_SCHEDULE."""
 
 
 def step_flops(config: ExperimentConfig, tokens: int, mode: Mode) -> float:

@@ -75,7 +75,7 @@ class Summary:
     compiler_flops: float
     """What the compiler counts: bodies of loops once, kernels by the estimate attached to them."""
     kernel_seconds: float
-    """Modelled from the kernels' schedules, and what a chip is assumed to take over them."""
+    """Modelled: those of the kernels' schedules, times what a chip is assumed to need over them."""
     moved_bytes: int
     """Through main memory."""
     kernels: tuple[Kernel, ...]
