@@ -129,10 +129,17 @@ class TestPallasTpuResident(TpuAttentionTest):
         jax.tree.map(lambda a, e: assert_close(a, e, 1e-5, "simulated"), actual, expected)
 
     @pytest.mark.slow
-    def test_the_same_bits_whenever_copies_arrive_and_whichever_window_is_first(self, monkeypatch):
-        late, _ = self.simulated(True, 2, slots_module, monkeypatch)
-        at_once, _ = self.simulated(True, 2, slots_module, monkeypatch, dma_execution_mode="eager", random_seed=5)
-        jax.tree.map(np.testing.assert_array_equal, late, at_once)
+    @pytest.mark.parametrize("bug", [None, "no wait before a buffer is filled again"])
+    def test_the_same_bits_whenever_copies_arrive_and_whichever_window_is_first(self, bug, monkeypatch):
+        """With the bug they are not, so that the test can fail."""
+        slots = slots_module
+        if bug:
+            slots = with_bug(slots_module, *COPIES[bug])
+            monkeypatch.setattr(resident_kernels, "Memory", slots.Memory)
+        late, _ = self.simulated(True, 2, slots, monkeypatch)
+        at_once, _ = self.simulated(True, 2, slots, monkeypatch, dma_execution_mode="eager", random_seed=5)
+        same = [np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (late, at_once)), strict=True)]
+        assert all(same) == (bug is None), same
 
     @pytest.mark.slow
     @pytest.mark.parametrize("bug", COPIES)
