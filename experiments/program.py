@@ -63,9 +63,7 @@ def run(main: Callable[[list[str]], Any]) -> None:
             print(f"error: {shorten(str(error))}", file=sys.stderr)
             return 1
         except BrokenPipeError:
-            # Whoever read our output has seen enough, as in `... | head`; the last flush must not complain either.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+            return _nobody_reads()
         except OSError as error:
             if error.filename is None:
                 raise
@@ -117,6 +115,14 @@ def _parse_flags(argv: list[str]) -> list[str]:
     except flags.Error as error:
         print(f"error: {shorten(describe_flag_error(error))}", file=sys.stderr)
         sys.exit(1)
+    except BrokenPipeError:  # of the text for --help, which is printed here
+        sys.exit(_nobody_reads())
+
+
+def _nobody_reads() -> int:
+    """The exit code where whoever read our output has seen enough, as in `... | head`. The last flush is silent too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def describe_flag_error(error: flags.Error) -> str:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 from aamoe_jax.config import ConfigError
 from launch.program import run
@@ -19,6 +21,8 @@ def main(argv):
         raise DataError("no data called 'x'")
     if argv[1:] == ["memory"]:
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes.\\nAnd more.")
+    if argv[1:] == ["print"]:
+        print("long " * 10_000, flush=True)
     if argv[1:] == ["defect"]:
         raise RuntimeError("a defect keeps its traceback")
     return 3
@@ -56,6 +60,17 @@ def test_what_main_returns_is_the_exit_code():
 
 def test_a_program_without_an_experiment_refuses_its_flags():
     assert "Unknown command line flag 'gin_file'" in outcome("--gin_file=aamoe.gin").stderr
+
+
+@pytest.mark.parametrize("argument", ["--help", "print"])
+def test_output_that_nobody_reads_any_more_is_no_error(argument):
+    """As in `... | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", PROGRAM, argument]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 COMPILING = """
